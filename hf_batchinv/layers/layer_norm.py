@@ -1,0 +1,28 @@
+"""torch.nn.LayerNorm, and classes that `norm_probe` has found to compute a layer norm, through one kernel."""
+
+from .. import hub
+
+
+def make_forward(stock: type, options: tuple):
+    """options: () for torch.nn.LayerNorm, else those of `norm_probe.Match`."""
+    norm = hub.load("norm")
+    layer_norm = norm.layer_norm
+    if not options:
+
+        def forward(self, input):
+            """input (..., *normalized_shape) -> same shape and dtype; weight and bias may be None."""
+            return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+        return forward
+
+    variant_name, weight_name, bias_name, eps_name = options
+    (kernel_options,) = (variant.options for variant in norm.layer_norm_variants() if variant.name == variant_name)
+
+    def forward(self, hidden_states):
+        """hidden_states (..., D) -> (..., D), in the dtype that the stock class returns."""
+        weight = None if weight_name is None else getattr(self, weight_name)
+        bias = None if bias_name is None else getattr(self, bias_name)
+        eps = getattr(self, eps_name)
+        return layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, eps, **kernel_options)
+
+    return forward

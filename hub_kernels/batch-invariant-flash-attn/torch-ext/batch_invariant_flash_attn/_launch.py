@@ -1,0 +1,245 @@
+"""Launch the Triton kernels: look the tile up, size grid and workspace, nothing else. Imported at the first GPU call."""
+
+import functools
+import math
+
+import torch
+import triton
+
+from . import contract, plan
+from ._attention_kernel import attention_kernel, combine_kernel
+
+LOG2E = math.log2(math.e)
+
+
+@functools.lru_cache(maxsize=None)
+def _multiprocessors(index: int) -> int:
+    # order-free: decides only whether splits run in one program or in several
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _dense_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def launch_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    origin: torch.Tensor | None,
+    query_offset: torch.Tensor | None,
+    *,
+    tile: plan.Tile | None = None,
+    split: bool | None = None,
+) -> torch.Tensor:
+    """query (B, Hq, Q, D), key (B, Hkv, KV, D), value (B, Hkv, KV, Dv) -> (B, Q, Hq, Dv) contiguous.
+
+    `tile` and `split` override the plan (tests, tuning); the bits are the same for every choice.
+    """
+    batch, heads, q_len, _ = query.shape
+    return _launch(
+        query,
+        key,
+        value,
+        torch.empty((batch, q_len, heads, value.shape[-1]), dtype=query.dtype, device=query.device),
+        sequences=batch,
+        q_len=q_len,
+        kv_len=key.shape[2],
+        causal=causal,
+        scale=scale,
+        window=(window_left, window_right),
+        softcap=softcap,
+        sinks=sinks,
+        mask=mask,
+        key_mask=key_mask,
+        origin=origin,
+        query_offset=query_offset,
+        tile=tile,
+        split=split,
+    )
+
+
+def launch_attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    *,
+    tile: plan.Tile | None = None,
+    split: bool | None = None,
+) -> torch.Tensor:
+    """query (Tq, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv), cu_seqlens (S + 1,) int32 -> (Tq, Hq, Dv)."""
+    total, heads, _ = query.shape
+    return _launch(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        # zeros: rows that belong to no sequence are nobody's output
+        torch.zeros((total, heads, value.shape[-1]), dtype=query.dtype, device=query.device),
+        sequences=cu_seqlens_q.numel() - 1,
+        q_len=max_seqlen_q,
+        kv_len=max_seqlen_k,
+        causal=causal,
+        scale=scale,
+        window=(window_left, window_right),
+        softcap=softcap,
+        sinks=sinks,
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+        tile=tile,
+        split=split,
+    )
+
+
+def _most_splits(span: int, anywhere: bool) -> int:
+    """How many splits `span` neighbouring keys can touch, from the origin on or (`anywhere`) from any position."""
+    return contract.split_of(max(span, 1) - 1) + (2 if anywhere else 1)
+
+
+def _launch(
+    query,
+    key,
+    value,
+    out,
+    *,
+    sequences,
+    q_len,
+    kv_len,
+    causal,
+    scale,
+    window,
+    softcap,
+    sinks,
+    mask=None,
+    key_mask=None,
+    origin=None,
+    query_offset=None,
+    cu_seqlens=None,
+    tile=None,
+    split=None,
+):
+    if out.numel() == 0:
+        return out
+    query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
+    heads, head_dim = query.shape[1], query.shape[3]
+    kv_heads, value_dim = key.shape[1], value.shape[3]
+    group = heads // kv_heads
+    shape = dict(head_dim=head_dim, value_head_dim=value_dim, dtype=query.dtype)
+    tile = tile or plan.attention_tile(rows=q_len * group, **shape)
+    row_tiles = triton.cdiv(q_len * group, tile.rows)
+    programs = sequences * kv_heads * row_tiles
+
+    span = kv_len
+    if window[0] >= 0 and (causal or window[1] >= 0):
+        span = min(kv_len, window[0] + max(window[1], 0) + triton.cdiv(tile.rows, group) + 1)
+    splits = _most_splits(span, anywhere=origin is not None or window[0] >= 0)
+    padded_rows = row_tiles * tile.rows
+    workspace = sequences * kv_heads * padded_rows * splits * (value_dim + 2) * 4
+    if split is None:
+        sms = _multiprocessors(query.device.index) if query.is_cuda else 1
+        split = splits > 1 and programs < plan.SPLIT_BELOW_PROGRAMS_PER_SM * sms and workspace <= plan.WORKSPACE_LIMIT
+    part_out = part_state = None
+    if split:
+        parts = (sequences, kv_heads, padded_rows, splits)
+        part_out = torch.empty((*parts, value_dim), dtype=torch.float32, device=query.device)
+        part_state = torch.empty((*parts, 2), dtype=torch.float32, device=query.device)
+
+    if mask is not None:
+        mask_kind = 1 if mask.dtype == torch.bool else 2
+        floor = 0.0 if mask_kind == 1 else contract.mask_floor(mask.dtype)
+        mask = mask.view(torch.uint8) if mask_kind == 1 else mask
+        mask_strides = mask.expand(sequences, heads, q_len, kv_len).stride()
+    else:
+        mask_kind, floor, mask_strides = 0, 0.0, (0, 0, 0, 0)
+    if key_mask is not None:
+        key_mask = _dense_last(key_mask).view(torch.uint8)
+    cu_query, cu_key = cu_seqlens or (None, None)
+
+    attention_kernel[(programs, splits if split else 1)](
+        query,
+        key,
+        value,
+        out,
+        part_out,
+        part_state,
+        sinks,
+        mask,
+        key_mask,
+        origin,
+        query_offset,
+        cu_query,
+        cu_key,
+        q_len,
+        kv_len,
+        kv_heads,
+        row_tiles,
+        splits,
+        (softcap or scale) * LOG2E,
+        scale / softcap if softcap else 0.0,
+        floor,
+        window[0],
+        window[1],
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *mask_strides,
+        key_mask.stride(0) if key_mask is not None else 0,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        CAUSAL=causal,
+        WINDOW_LEFT=window[0] >= 0,
+        WINDOW_RIGHT=window[1] >= 0,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        MASK=mask_kind,
+        KEY_MASK=key_mask is not None,
+        ORIGIN=origin is not None,
+        QUERY_OFFSET=query_offset is not None,
+        VARLEN=cu_seqlens is not None,
+        SPLIT=split,
+        BLOCK_R=tile.rows,
+        BLOCK_N=contract.attention_contract(**shape).kv_block,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_DV=triton.next_power_of_2(value_dim),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if split:
+        block_dv = min(64, triton.next_power_of_2(value_dim))
+        combine_kernel[(sequences * kv_heads * q_len * group, triton.cdiv(value_dim, block_dv))](
+            part_out,
+            part_state,
+            sinks,
+            out,
+            cu_query,
+            q_len,
+            q_len,
+            kv_heads,
+            padded_rows,
+            splits,
+            GROUP=group,
+            VALUE_DIM=value_dim,
+            SINKS=sinks is not None,
+            VARLEN=cu_seqlens is not None,
+            BLOCK_S=8,
+            BLOCK_DV=block_dv,
+            num_warps=1,
+        )
+    return out

@@ -1,0 +1,98 @@
+"""The FlashAttention-2 functions, by their names and parameters, over the same two ops.
+
+Transformers reads these signatures to learn what is supported, so every parameter is spelt out; what this package does
+not do is refused.
+"""
+
+import torch
+
+from .attention import attention, attention_varlen
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q (B, Q, Hq, D), k (B, KV, Hkv, D), v (B, KV, Hkv, Dv) -> (B, Q, Hq, Dv).
+
+    `causal` and `window_size` count from the bottom right corner; s_aux (Hq,) are the sinks of `attention`, whose bits
+    these are. `deterministic` changes nothing. Raises ValueError for dropout, ALiBi and returned probabilities, and as
+    `attention` does.
+    """
+    _refuse("flash_attn_func", dropout_p, alibi_slopes, return_attn_probs)
+    query, key, value = (tensor.transpose(1, 2) if tensor.dim() == 4 else tensor for tensor in (q, k, v))
+    out = attention(
+        query,
+        key,
+        value,
+        causal=causal,
+        scale=softmax_scale,
+        window=window_size,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return out.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), packed -> (Tq, Hq, Dv).
+
+    Each sequence gets the bits that `flash_attn_func` gives it alone. Raises as `flash_attn_func` does, and ValueError
+    for a paged cache.
+    """
+    _refuse("flash_attn_varlen_func", dropout_p, alibi_slopes, return_attn_probs)
+    if block_table is not None:
+        raise ValueError(
+            "flash_attn_varlen_func: expected block_table=None, got a table; gather the pages into packed keys first"
+        )
+    return attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=causal,
+        scale=softmax_scale,
+        window=window_size,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+
+
+def _refuse(op: str, dropout_p: float, alibi_slopes: torch.Tensor | None, return_attn_probs: bool) -> None:
+    if dropout_p:
+        raise ValueError(f"{op}: expected dropout_p=0, got {dropout_p}; set attention_dropout to 0 or call model.eval()")
+    if alibi_slopes is not None:
+        raise ValueError(f"{op}: expected alibi_slopes=None, got slopes; pass the biases as the mask of `attention`")
+    if return_attn_probs:
+        raise ValueError(f"{op}: expected return_attn_probs=False, got True; probabilities are never stored")

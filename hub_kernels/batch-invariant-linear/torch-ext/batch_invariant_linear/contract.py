@@ -1,0 +1,37 @@
+"""What fixes the bits of a linear: the order in which K is summed.
+
+The functions here see the weight's shape and the dtype, never the number of rows: that is the whole guarantee. Tile
+shapes, warps, pipeline depth and the engine are speed, live in `plan.py`, and may follow the rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Raised when the bits of any op in this package change on purpose.
+NUMERICS_VERSION = 1
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LinearContract:
+    """How one output element is reduced.
+
+    k_chunk: K is cut into chunks of this many elements; a chunk is summed in ascending order into a float32
+        accumulator, the chunks are added in ascending order. Equal to K means one pass.
+    input_precision: "ieee": products of float32 operands are float32 products, never TF32.
+    """
+
+    k_chunk: int
+    input_precision: str = "ieee"
+
+
+def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
+    """The contract of a weight (n, k).
+
+    One ascending pass over K, for every shape: it keeps the bits of a stock GEMM that does not split K, and a second
+    engine with a plain K loop can serve the same contract.
+    """
+    assert dtype in DTYPES, dtype
+    return LinearContract(k_chunk=k)
