@@ -11,12 +11,13 @@ from typing import Annotated
 
 import transformers
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from . import __version__
 from .audit import audit as audit_model
-from .demo import DTYPES, UsageError, explain_loading, run_demo
+from .demo import DTYPES, PROMPT, UsageError, explain_loading, run_demo
 from .errors import UnsupportedModelError
 from .smollm2 import ModelUnavailableError
 
@@ -123,12 +124,10 @@ def _stop(error: Exception) -> None:
 
 
 def _print_demo(result: dict) -> None:
-    table = Table(
-        title=f"{result['model']}, {result['dtype']}, {result['device']}",
-        caption="One prompt, greedily, alone and among other prompts in batches. Differing: against the run alone.",
-    )
-    for column in ("model", "completions", "unique", "first differing token", "differing logit values", "seconds"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("model", no_wrap=True)
+    for heading in ("completions", "unique\ntexts", "differs\nat token", "differing\nlogit values", "seconds"):
+        table.add_column(heading, justify="right")
     for arm in ("stock", "batch_invariant"):
         values = result[arm]
         first = values["first_difference_token"]
@@ -140,4 +139,6 @@ def _print_demo(result: dict) -> None:
             f"{values['differing_logit_values']:,}",
             f"{values['seconds']:.1f}",
         )
+    typer.echo(f"\n{result['model']}, {result['dtype']}, {result['device']}")
+    typer.echo(f"{PROMPT!r}, greedily, alone and in batches with other prompts:")
     Console().print(table)

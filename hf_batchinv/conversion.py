@@ -95,8 +95,9 @@ def apply_conversion(model: nn.Module, plan: Plan, lenient: bool = False) -> Non
 def convert(model: nn.Module, strict: bool = True) -> nn.Module:
     """Make a model batch invariant, in place, and return it.
 
-    Calling it again converts what was added since. `model.config` becomes a copy of itself. With strict=False, parts that are not
-    covered stay stock under one warning that lists them, and results that go through them may depend on the batch.
+    Calling it again converts what was added since. `model.config` becomes a copy of itself. With strict=False, parts
+    that are not covered stay stock under one warning that lists them, and results that go through them may depend on
+    the batch.
 
     Raises TypeError if `model` is no torch.nn.Module, UnsupportedModelError with every part that is not covered.
     """

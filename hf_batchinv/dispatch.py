@@ -29,6 +29,7 @@ ATTENTION_NAME = "batch_invariant"
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "qk_head_dim", "v_head_dim")
 # These take their frequencies from the longest row of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -86,7 +87,8 @@ def dispatch_foreign_forward(module):
 
 def dispatch_converted(module):
     if (origin := layers.origin_of(module)) is not None:
-        return Verdict(CONVERTED, describe_layer(origin.layer, origin.options))
+        uses_interface = source_scan.scan(origin.stock_class).uses_attention_interface
+        return Verdict(ATTENTION if uses_interface else CONVERTED, describe_layer(origin.layer, origin.options))
 
 
 def dispatch_experts(module):
@@ -98,7 +100,7 @@ def dispatch_quantized(module):
     if module._modules or isinstance(module, nn.Linear):
         return None
     for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.dim() >= 2 and not buffer.dtype.is_floating_point and buffer.dtype != torch.bool:
+        if buffer is not None and buffer.dim() >= 2 and buffer.dtype in _INTEGERS:
             return refuse(f"looks quantised (integer buffer {name!r}); load the model without quantisation")
 
 
@@ -143,6 +145,8 @@ def dispatch_torch_nn(module):
         return Verdict(CONTAINER)
     if kind in source_scan.ELEMENTWISE_NN:
         return Verdict(ELEMENTWISE)
+    if kind.__module__ == "torch.nn.modules.loss":
+        return Verdict(ELEMENTWISE, "loss, about the whole batch by definition")
     if kind.__module__.startswith("torch.nn.modules") and kind not in (nn.RMSNorm, nn.Module):
         return refuse(f"is a torch.nn.{kind.__name__}, which is not covered")
 
@@ -161,12 +165,12 @@ def dispatch_rope(module):
 def dispatch_norm(module):
     if not _is_norm_shaped(module):
         return None
-    if type(module) is not nn.RMSNorm and not source_scan.reductions_in(module, type(module)):
+    reductions = _reductions(module)
+    if type(module) is not nn.RMSNorm and not reductions:
         return None
     found = norm_probe.recognise(module)
     if isinstance(found, str):
-        calls = [finding.call for finding in source_scan.reductions_in(module, type(module))]
-        return refuse(f"reduces ({', '.join(calls) or 'in its forward'}) and {found}")
+        return refuse(f"calls {_listed(reductions)}, and as a norm it {found}")
     return _unless_dtype(module, becomes(found.layer, found.options))
 
 
@@ -180,14 +184,13 @@ def dispatch_by_source(module):
     scan = source_scan.scan(kind)
     if scan.unreadable is not None:
         return refuse(f"has a forward whose source cannot be read ({scan.unreadable})")
-    findings = source_scan.reductions_in(module, kind)
-    if findings and all(finding.single_term for finding in findings):
-        return becomes("rotary")
-    if findings:
-        calls = ", ".join(dict.fromkeys(f"`{finding.call}` in {finding.where}" for finding in findings))
-        return refuse(f"calls {calls}, which is not covered")
+    if reductions := _reductions(module):
+        return refuse(f"calls {_listed(reductions)}, which is not covered")
+    findings = source_scan.findings_in(module, kind)
     if scan.uses_attention_interface:
-        return _attention(module)
+        return _attention(module, layer="functional" if findings else None)
+    if findings:
+        return becomes("functional")
     if not module._modules and module._parameters and not _is_known_elementwise(module):
         return refuse("has parameters and is none of the layers known here")
     return Verdict(CONTAINER if module._modules else ELEMENTWISE)
@@ -250,6 +253,16 @@ def is_own_forward(module: nn.Module, forward: object) -> bool:
     )
 
 
+def _reductions(module: nn.Module) -> list[source_scan.Finding]:
+    found = source_scan.findings_in(module, type(module))
+    return [finding for finding in found if finding.kind == source_scan.REDUCTION]
+
+
+def _listed(findings: list[source_scan.Finding]) -> str:
+    calls = dict.fromkeys(f"`{finding.call}` in {finding.where}" for finding in findings)
+    return ", ".join(calls) or "a fused norm"
+
+
 def _unless_dtype(module: nn.Module, verdict: Verdict) -> Verdict:
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.dtype not in DTYPES:
@@ -258,8 +271,9 @@ def _unless_dtype(module: nn.Module, verdict: Verdict) -> Verdict:
 
 
 def _is_norm_shaped(module: nn.Module) -> bool:
-    """At most two parameters, no submodules, no buffers, a forward of one argument."""
-    if module._modules or module._buffers or sum(p is not None for p in module._parameters.values()) > 2:
+    """At most two parameters, vectors both, no submodules, no buffers, a forward of one argument."""
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if module._modules or module._buffers or len(parameters) > 2 or any(p.dim() != 1 for p in parameters):
         return False
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and code.co_argcount == 2
@@ -269,9 +283,9 @@ def _is_known_elementwise(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.PReLU)) or type(module).__module__ == "transformers.activations"
 
 
-def _attention(module: nn.Module) -> Verdict:
+def _attention(module: nn.Module, layer: str | None) -> Verdict:
     for name in _HEAD_DIMS:
         head_dim = getattr(module, name, None)
         if isinstance(head_dim, int) and not (16 <= head_dim <= 256 and head_dim % 8 == 0):
             return refuse(f"has {name}={head_dim}; attention covers head dims from 16 to 256 that are multiples of 8")
-    return Verdict(ATTENTION)
+    return Verdict(ATTENTION, layer=layer)

@@ -22,7 +22,8 @@ from .dispatch import ATTENTION_NAME
 from .errors import Problem, UnsupportedModelError
 
 _USE_KERNELS = (
-    "use_kernels=True replaces layers that attn_implementation='batch_invariant' converts; drop one of the two arguments"
+    "use_kernels=True replaces layers that attn_implementation='batch_invariant' converts, so both cannot be had; "
+    "drop one of the two arguments"
 )
 
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("hf_batchinv_strict", default=True)

@@ -47,8 +47,8 @@ def batch_invariant_mode():
     rms_norm and scaled_dot_product_attention, in float32, float16 and bfloat16. Affects only this thread and only the
     block; blocks may be nested. Inference only: backward through linear, norms and attention raises.
 
-    Inside the block, raises TypeError for other floating point dtypes and for sparse or quantised tensors, ValueError
-    for operators that reduce and are not covered.
+    Inside the block, raises ValueError for other floating point dtypes, for sparse or quantised tensors, and for
+    operators that reduce and are not covered (never TypeError, which the `@` operator would swallow).
     """
     if _state.active:
         yield
@@ -91,12 +91,12 @@ class _FunctionMode(TorchFunctionMode):
 
 class _DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if _state.inside:
             return func(*args, **kwargs)
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "quantized":
-            raise TypeError(f"batch_invariant_mode does not cover {func._schema.name}; dequantise the tensors first")
+            raise ValueError(f"batch_invariant_mode does not cover {func._schema.name}; dequantise the tensors first")
         if namespace != "aten":
             with _our_own_work():
                 return func(*args, **kwargs)
@@ -105,7 +105,7 @@ class _DispatchMode(TorchDispatchMode):
         if base in _OPERATORS:
             if not _is_ours(base, args, kwargs):
                 return func(*args, **kwargs)
-            out = kwargs.pop("out", None) if func._overloadname in _OUT_OVERLOADS else None
+            out = kwargs.pop("out", None)
             with _our_own_work():
                 result = _OPERATORS[base](*args, **kwargs)
                 if in_place:
@@ -130,12 +130,12 @@ def _tensors(args, kwargs) -> list[torch.Tensor]:
 
 
 def _is_ours(name: str, args, kwargs) -> bool:
-    """Whether an operator of our list reduces floating point values; TypeError if they are of an uncovered kind."""
+    """Whether an operator of our list reduces floating point values; ValueError if they are of an uncovered kind."""
     tensors = _tensors(args, kwargs)
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_quantized:
             kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-            raise TypeError(
+            raise ValueError(
                 f"batch_invariant_mode covers torch.{name} for dense tensors, got a {kind} one; convert it with "
                 f"{'dequantize' if tensor.is_quantized else 'to_dense'}()"
             )
@@ -144,7 +144,7 @@ def _is_ours(name: str, args, kwargs) -> bool:
         dtypes.add(kwargs["dtype"])
     for dtype in dtypes:
         if (dtype.is_floating_point or dtype.is_complex) and dtype not in COVERED_DTYPES:
-            raise TypeError(
+            raise ValueError(
                 f"batch_invariant_mode covers torch.{name} in float32, float16 and bfloat16, got "
                 f"{str(dtype).removeprefix('torch.')}; cast it or compute it outside the block"
             )
@@ -220,18 +220,10 @@ def _linear(input, weight, bias=None) -> torch.Tensor:
     return _linear_kernels.linear(input, weight, bias)
 
 
-def _einsum(*args):
+def _einsum(equation: str, *operands) -> torch.Tensor:
     """With three operands and more, einsum may choose their order by size (opt_einsum): go from left to right."""
-    equation, operands = args[0], args[1:]
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str):
-        if len(args) > 5:  # operand, sublist, operand, sublist, [output sublist]
-            raise ValueError(
-                "batch_invariant_mode covers torch.einsum of three operands and more only with an equation string, "
-                "got sublists; write the equation"
-            )
-        return torch.einsum(*args)
+        operands = operands[0]
     return torch._C._VariableFunctions.einsum(equation, operands)
 
 
@@ -255,12 +247,19 @@ def _mean(x, dim=None, keepdim=False, *, dtype=None) -> torch.Tensor:
     return _norm_kernels.mean(x, dim, keepdim, dtype)
 
 
-def _softmax(x, dim, half_to_float) -> torch.Tensor:
-    return _norm_kernels.softmax(x, dim, torch.float32 if half_to_float else None)
+def _softmax(x, dim, half_to_float=False, *, dtype=None) -> torch.Tensor:
+    """aten._softmax(x, dim, half_to_float) and aten.softmax(x, dim, dtype)."""
+    return _norm_kernels.softmax(x, dim, _softmax_dtype(half_to_float, dtype))
 
 
-def _log_softmax(x, dim, half_to_float) -> torch.Tensor:
-    return _norm_kernels.log_softmax(x, dim, torch.float32 if half_to_float else None)
+def _log_softmax(x, dim, half_to_float=False, *, dtype=None) -> torch.Tensor:
+    return _norm_kernels.log_softmax(x, dim, _softmax_dtype(half_to_float, dtype))
+
+
+def _softmax_dtype(half_to_float, dtype):
+    if isinstance(half_to_float, torch.dtype):  # aten.softmax takes its dtype by position
+        return half_to_float
+    return torch.float32 if half_to_float else dtype
 
 
 def _layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> torch.Tensor:
@@ -306,6 +305,8 @@ def _scaled_dot_product_attention(
         raise ValueError("scaled_dot_product_attention takes attn_mask or is_causal=True, got both; pass one")
     query, key, value = _autocast(query, key, value)
     dims = query.dim()
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (dims - attn_mask.dim())]
     query, key, value, attn_mask = (_with_heads(tensor) for tensor in (query, key, value, attn_mask))
     batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in (query, key, value)))
     heads, kv_heads = query.shape[-3], max(key.shape[-3], value.shape[-3])
@@ -325,9 +326,10 @@ def _scaled_dot_product_attention(
     if is_causal and q_len != kv_len:
         call["query_offset"] = torch.zeros(rows, dtype=torch.int32, device=query.device)
     if attn_mask is not None:
-        if attn_mask.dim() > 4:
-            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
-        mask, origin = visible_and_origin(attn_mask.expand(*attn_mask.shape[:-1], kv_len))
+        attn_mask = attn_mask.expand(*attn_mask.shape[:-1], kv_len)
+        if any(size > 1 for size in attn_mask.shape[:-3]):
+            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
+        mask, origin = visible_and_origin(attn_mask.flatten(0, -4))
         call |= {"mask": mask, "origin": origin.expand(rows).contiguous()}
     out = _flash_attn.attention(*states, **call).reshape(*batch, heads, q_len, value.shape[-1])
     return out if dims > 3 else out.reshape(*out.shape[: dims - 2], q_len, value.shape[-1])
@@ -375,13 +377,14 @@ _OPERATORS = {
     "mean": _mean,
     "_softmax": _softmax,
     "_log_softmax": _log_softmax,
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
     "native_layer_norm": _native_layer_norm,
     "linear": _linear,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "scaled_dot_product_attention": _scaled_dot_product_attention,
 }
-_OUT_OVERLOADS = {"out", "IntList_out", "dtype_out"}
 
 
 def _is_refused(name: str) -> bool:

@@ -306,7 +306,7 @@ def batch_invariant_mask(
         )
     pattern = classify(mask_function)
     window = tuple(-1 if side is None else side for side in (pattern.left, pattern.right))
-    key_mask = None
+    padding = key_mask = None
     first_position: int | torch.Tensor = 0
     if attention_mask is not None:
         padding = attention_mask.to(device=device, dtype=torch.bool).expand(batch_size, -1)
@@ -325,12 +325,14 @@ def batch_invariant_mask(
             q_offset=q_offset,
             kv_offset=kv_offset,
             mask_function=mask_function,
-            attention_mask=attention_mask,
+            attention_mask=padding,
             allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False,
             use_vmap=kwargs.get("use_vmap", False),
             device=device,
         )
+        if torch.compiler.is_compiling() and attention_mask is None and q_length == kv_length:
+            _assert_not_packed(dense)
     return BatchInvariantMask(
         kind=pattern.kind,
         batch_size=batch_size,
@@ -352,6 +354,8 @@ def classify(mask_function) -> Pattern:
         return Pattern("causal")
     if mask_function is masking_utils.bidirectional_mask_function:
         return Pattern("bidirectional")
+    if torch.compiler.is_compiling():  # the closures read below do not exist for dynamo; dense is slower, same bits
+        return Pattern("custom")
     name = getattr(mask_function, "__qualname__", "")
     if getattr(mask_function, "__module__", "") != masking_utils.__name__ or not name.endswith("_mask"):
         return Pattern("custom")
@@ -382,6 +386,15 @@ def _enclosed(function) -> dict[str, object]:
     """The variables that a nested function took from the one around it."""
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def _assert_not_packed(visible: torch.Tensor) -> None:
+    """Stop a compiled graph in which a token does not see the one before it: its document would have its own origin."""
+    torch._assert_async(
+        visible[:, 0].diagonal(offset=-1, dim1=1, dim2=2).all(),
+        "packed position_ids (or chunked attention) without a cache cannot be compiled together with the building of "
+        "the mask; pass cu_seq_lens_q and cu_seq_lens_k, or do not compile",
+    )
 
 
 def visible_and_origin(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,6 +25,10 @@ _SCALES = (1e-6, 1e-3, 1.0, 30.0)
 _ROWS_PER_SCALE = 3
 _WEIGHTLESS_DIM = 96
 
+# torch.nn.RMSNorm(eps=None) means the machine epsilon of float32, or in older releases that of the input's dtype.
+EPS_OF_INPUT = "<dtype of the input>"
+_DEFAULT_EPS = (torch.finfo(torch.float32).eps, EPS_OF_INPUT)
+
 _PLAIN = (int, float, str, bool, tuple, list, torch.dtype, type(None))
 
 
@@ -32,18 +36,25 @@ _PLAIN = (int, float, str, bool, tuple, list, torch.dtype, type(None))
 class Match:
     """layer: "rms_norm" or "layer_norm"; variant: its name in the norm package.
 
-    weight_name, bias_name (None where there is none) and eps_name are the attributes that hold the values.
+    weight_name and bias_name are the attributes that hold them, None where there is none; eps is what `eps_of` reads.
     """
 
     layer: str
     variant: str
     weight_name: str | None
     bias_name: str | None
-    eps_name: str
+    eps: str | float
 
     @property
-    def options(self) -> tuple[str, str | None, str | None, str]:
-        return self.variant, self.weight_name, self.bias_name, self.eps_name
+    def options(self) -> tuple[str, str | None, str | None, str | float]:
+        return self.variant, self.weight_name, self.bias_name, self.eps
+
+
+def eps_of(module: nn.Module, eps: str | float, x: torch.Tensor) -> float:
+    """Return the value that a Match's eps stands for: an attribute's name, EPS_OF_INPUT, or the value itself."""
+    if isinstance(eps, float):
+        return eps
+    return torch.finfo(x.dtype).eps if eps == EPS_OF_INPUT else getattr(module, eps)
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,20 @@ class _Candidate:
 def recognise(module: nn.Module) -> Match | str:
     """Return the Match of a stock norm module, or the reason why there is none, as the end of a sentence.
 
-    Only shapes and plain attributes of the module are read; random numbers come from a generator of this function's own.
+    Only shapes and plain attributes of the module are read, and the answer for equal ones is kept; random numbers come
+    from a generator of this function's own.
     """
+    shapes = tuple((name, parameter.shape) for name, parameter in module._parameters.items() if parameter is not None)
+    key = (type(module), shapes, repr(sorted(_plain_attributes(module).items(), key=lambda item: item[0])))
+    if key not in _recognised:
+        _recognised[key] = _recognise(module)
+    return _recognised[key]
+
+
+_recognised: dict[tuple, Match | str] = {}
+
+
+def _recognise(module: nn.Module) -> Match | str:
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     shapes = {tuple(parameter.shape) for parameter in parameters.values()}
     if len(parameters) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
@@ -71,9 +94,7 @@ def recognise(module: nn.Module) -> Match | str:
     candidates = list(_candidates(module, weight_name, bias_name))
     for x_dtype, weight_dtype in (*_SAME, *_MIXED):
         x = (torch.randn(*scales.shape[:-1], dim, generator=generator) * scales).to(x_dtype)
-        values = {
-            name: (torch.randn(dim, generator=generator) * 0.3 + 0.8).to(weight_dtype) for name in parameters
-        }  # fmt: skip
+        values = {name: (torch.randn(dim, generator=generator) * 0.3 + 0.8).to(weight_dtype) for name in parameters}
         try:
             with torch.no_grad():
                 expected = _stand_in(module, values)(x)
@@ -87,28 +108,30 @@ def recognise(module: nn.Module) -> Match | str:
     if not candidates:
         return "computes no norm formula that is known here"
     first = candidates[0]
-    if any(c.options != first.options or c.match.eps_name != first.match.eps_name for c in candidates):
+    if any(c.options != first.options or c.match.eps != first.match.eps for c in candidates):
         return f"fits several norm formulas ({', '.join(c.match.variant for c in candidates)})"
     return first.match
 
 
 def _candidates(module: nn.Module, weight_name: str | None, bias_name: str | None):
     norm = hub.load("norm")
-    floats = [name for name, value in vars(module).items() if isinstance(value, float) or (name, value) == ("eps", None)]
-    for eps_name in floats:
+    attributes = _plain_attributes(module)
+    sources = [name for name, value in attributes.items() if isinstance(value, float)]
+    if attributes.get("eps", 0.0) is None:
+        sources.extend(_DEFAULT_EPS)
+    for eps in sources:
         for variant in norm.variants():
             if bias_name is None and variant.weighted == (weight_name is not None):
-                match = Match("rms_norm", variant.name, weight_name, None, eps_name)
+                match = Match("rms_norm", variant.name, weight_name, None, eps)
                 yield _Candidate(match, variant.stock, variant.options)
         for variant in norm.layer_norm_variants():
-            match = Match("layer_norm", variant.name, weight_name, bias_name, eps_name)
+            match = Match("layer_norm", variant.name, weight_name, bias_name, eps)
             yield _Candidate(match, variant.stock, variant.options)
 
 
 def _agrees(candidate: _Candidate, module: nn.Module, x, values: dict, expected: torch.Tensor) -> bool:
     match = candidate.match
-    eps = getattr(module, match.eps_name)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps  # torch.nn.RMSNorm's default
+    eps = eps_of(module, match.eps, x)
     tensors = [values.get(match.weight_name)] + ([values.get(match.bias_name)] if match.layer == "layer_norm" else [])
     try:
         y = candidate.stock(x, *tensors, eps)
@@ -117,14 +140,19 @@ def _agrees(candidate: _Candidate, module: nn.Module, x, values: dict, expected:
     return y.dtype == expected.dtype and y.shape == expected.shape and torch.equal(y, expected)
 
 
+def _plain_attributes(module: nn.Module) -> dict[str, object]:
+    """Return what the class put on the module besides tensors: eps and the like, not torch's own bookkeeping."""
+    own = vars(nn.Module())
+    return {name: value for name, value in vars(module).items() if name not in own and isinstance(value, _PLAIN)}
+
+
 def _stand_in(module: nn.Module, values: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], object]:
     """Return the forward of a new object of the module's class with its plain attributes and the given parameters."""
     cls = type(module)
     stand_in = cls.__new__(cls)
     nn.Module.__init__(stand_in)
-    for name, value in vars(module).items():
-        if name not in vars(stand_in) and isinstance(value, _PLAIN):
-            setattr(stand_in, name, value)
+    for name, value in _plain_attributes(module).items():
+        setattr(stand_in, name, value)
     stand_in.training = False
     for name in module._parameters:
         stand_in.register_parameter(name, None)

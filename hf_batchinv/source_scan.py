@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-# Calls that sum floats, so that their order of summation counts. Exact ones (max, any, argmax, topk) are not listed.
+# Calls that sum floats, so that their order of summation counts; exact ones (max, any, argmax, topk) are not listed.
+# The last line holds elementwise functions that vary on a CPU and have no formula of ours.
 _REDUCTIONS = frozenset(
     """
     linear bilinear matmul mm bmm addmm baddbmm addbmm mv addmv dot vdot inner einsum tensordot chain_matmul multi_dot
@@ -29,6 +30,7 @@ _REDUCTIONS = frozenset(
     index_add index_add_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_reduce index_reduce_
     solve solve_triangular cholesky qr svd inv pinv lstsq eigh fft rfft ifft irfft fft2 fftn stft istft
     grouped_mm _grouped_mm scaled_mm _scaled_mm
+    elu selu celu logsigmoid glu sigmoid_ rsqrt_
     """.split()
 )
 
@@ -51,6 +53,11 @@ _LIBRARY = (
 # PEFT builds weight deltas with `@` in these: from weights alone, once, or when no batch is running.
 _WEIGHTS_ONLY = frozenset(["merge", "unmerge", "get_delta_weight"])
 
+# Elementwise, but on a CPU rounded differently in different places of a batch (`layers.activation` says why).
+_ACTIVATIONS = frozenset(["silu", "sigmoid", "softplus", "gelu", "mish"])
+
+REDUCTION, ACTIVATION, SINGLE_PRODUCT = "reduction", "activation", "single product"
+
 _EXACT_NAME = re.compile(r"(mask|masks|ids|position|positions|length|lengths|seqlens|lens)$")
 _EXACT_CASTS = frozenset(["int", "long", "bool"])
 
@@ -65,12 +72,15 @@ ELEMENTWISE_NN = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A call found. where: function it stands in; call: its text; chain: ("a", "b") if it is written self.a.b(...)."""
+    """A call found in function `where`, with its text; kind: REDUCTION, ACTIVATION or SINGLE_PRODUCT.
+
+    chain: ("a", "b") if it is written self.a.b(...).
+    """
 
     where: str
     call: str
+    kind: str
     chain: tuple[str, ...] = ()
-    single_term: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ class Scan:
     unreadable: str | None = None
 
 
-def reductions_in(module: nn.Module, cls: type) -> list[Finding]:
+def findings_in(module: nn.Module, cls: type) -> list[Finding]:
     """Return the findings of a module's class, without those that are calls of its own submodules."""
     return [finding for finding in scan(cls).findings if not _is_submodule(module, finding.chain)]
 
@@ -142,25 +152,26 @@ class _Reader:
         self._seen.add(function)
         for node in _live_nodes(_parse(function)):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-                self._found(function, node, single_term=_has_one_term(node))
+                self._found(function, node, SINGLE_PRODUCT if _has_one_term(node) else REDUCTION)
             elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.MatMult):
-                self._found(function, node)
+                self._found(function, node, REDUCTION)
             elif isinstance(node, ast.Call):
                 self._call(function, node)
             elif isinstance(node, ast.Attribute) and _chain(node) == ("self", node.attr):
                 self._follow(function, inspect.getattr_static(self.cls, node.attr, None))
 
-    def _found(self, function, node: ast.AST, chain: tuple[str, ...] = (), single_term: bool = False) -> None:
+    def _found(self, function, node: ast.AST, kind: str, chain: tuple[str, ...] = ()) -> None:
         text = ast.unparse(node)
         text = text if len(text) <= 60 else text[:57] + "..."
-        self.findings.append(Finding(function.__qualname__, text, chain, single_term))
+        self.findings.append(Finding(function.__qualname__, text, kind, chain))
 
     def _follow(self, function, member: object) -> None:
         """Read a method or function too, if it is the model's own code."""
         target = _function(member)
         if not isinstance(target, types.FunctionType) or _in_library(target.__module__):
             return
-        if target.__name__ not in _WEIGHTS_ONLY:
+        # A loss is a number about the whole batch; nothing else is made of it.
+        if target.__name__ not in _WEIGHTS_ONLY and "loss" not in target.__name__:
             self.read(target)
 
     def _call(self, function, node: ast.Call) -> None:
@@ -169,9 +180,9 @@ class _Reader:
             target = function.__globals__.get(callee.id)
             module = getattr(target, "__module__", None) or ""
             torch_function = module.startswith("torch") or isinstance(target, types.BuiltinFunctionType)
-            if callee.id in _REDUCTIONS and target is not None and torch_function:
+            if target is not None and torch_function and (kind := _kind_of(callee.id)) is not None:
                 if not _is_exact(node):
-                    self._found(function, node)
+                    self._found(function, node, kind)
             else:
                 self._follow(function, target)
             return
@@ -184,12 +195,12 @@ class _Reader:
             self._super_call(function, node, callee.attr)
             return
         chain = _chain(callee)
-        if callee.attr in _REDUCTIONS:
+        if (kind := _kind_of(callee.attr)) is not None:
             root = function.__globals__.get(chain[0]) if chain else None
             host_side = isinstance(root, types.ModuleType) and root.__name__.split(".")[0] in ("math", "numpy")
             method = chain[:1] == ("self",) and len(chain) == 2 and inspect.getattr_static(self.cls, callee.attr, None)
             if not host_side and not method and not _is_exact(node):
-                self._found(function, node, chain[1:] if chain[:1] == ("self",) else ())
+                self._found(function, node, kind, chain[1:] if chain[:1] == ("self",) else ())
         elif len(chain) == 2 and isinstance(module := function.__globals__.get(chain[0]), (types.ModuleType, type)):
             self._follow(function, inspect.getattr_static(module, callee.attr, None))
 
@@ -202,10 +213,14 @@ class _Reader:
             if name in vars(base):
                 if base.__module__.startswith("torch.nn"):
                     if name == "forward" and base not in ELEMENTWISE_NN:
-                        self._found(function, node)
+                        self._found(function, node, REDUCTION)
                 else:
                     self._follow(function, vars(base)[name])
                 return
+
+
+def _kind_of(name: str) -> str | None:
+    return REDUCTION if name in _REDUCTIONS else ACTIVATION if name in _ACTIVATIONS else None
 
 
 def _live_nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -270,5 +285,3 @@ def _is_integer(node: ast.expr) -> bool:
 def _has_one_term(node: ast.BinOp) -> bool:
     """True for rotary embeddings' inverse frequencies times positions, a product with one term per element."""
     return "inv_freq" in ast.unparse(node.left) and "position" in ast.unparse(node.right)
-
-

@@ -5,8 +5,18 @@ import pickle
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoModelForCausalLM, masking_utils
-from transformers import BertConfig, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    masking_utils,
+)
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

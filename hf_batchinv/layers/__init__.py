@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import activation, conv1d, dropout, layer_norm, linear, rms_norm, rotary
+from . import activation, conv1d, dropout, functional, layer_norm, linear, rms_norm
 
 # name -> function(stock class, options) that returns the forward of the converted class
 FORWARDS = {
@@ -21,7 +21,7 @@ FORWARDS = {
     "layer_norm": layer_norm.make_forward,
     "activation": activation.make_forward,
     "dropout": dropout.make_forward,
-    "rotary": rotary.make_forward,
+    "functional": functional.make_forward,
 }
 
 

@@ -1,7 +1,7 @@
 """torch.nn.Dropout with p > 0: nothing to do in eval mode, an error in training mode."""
 
 MESSAGE = (
-    "a batch-invariant model cannot run dropout (p={p}) in training mode, since the values dropped from a row depend on "
+    "a batch-invariant model cannot run dropout (p={p}) in training mode, since what is dropped from a row depends on "
     "the rows before it; call model.eval() or set the dropout probability to 0 in the config"
 )
 

@@ -1,6 +1,7 @@
 """torch.nn.LayerNorm, and classes that `norm_probe` has found to compute a layer norm, through one kernel."""
 
 from .. import hub
+from ..norm_probe import eps_of
 
 
 def make_forward(stock: type, options: tuple):
@@ -15,14 +16,14 @@ def make_forward(stock: type, options: tuple):
 
         return forward
 
-    variant_name, weight_name, bias_name, eps_name = options
+    variant_name, weight_name, bias_name, eps = options
     (kernel_options,) = (variant.options for variant in norm.layer_norm_variants() if variant.name == variant_name)
 
     def forward(self, hidden_states):
         """hidden_states (..., D) -> (..., D), in the dtype that the stock class returns."""
         weight = None if weight_name is None else getattr(self, weight_name)
         bias = None if bias_name is None else getattr(self, bias_name)
-        eps = getattr(self, eps_name)
-        return layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, eps, **kernel_options)
+        value = eps_of(self, eps, hidden_states)
+        return layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, value, **kernel_options)
 
     return forward

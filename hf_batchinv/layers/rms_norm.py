@@ -1,13 +1,12 @@
 """RMS norms of every spelling through one batch-invariant kernel; `norm_probe` found out which one a class computes."""
 
-import torch
-
 from .. import hub
+from ..norm_probe import eps_of
 
 
 def make_forward(stock: type, options: tuple):
     """options: those of `norm_probe.Match`."""
-    variant_name, weight_name, _, eps_name = options
+    variant_name, weight_name, _, eps = options
     norm = hub.load("norm")
     rms_norm = norm.rms_norm
     (kernel_options,) = (variant.options for variant in norm.variants() if variant.name == variant_name)
@@ -15,9 +14,6 @@ def make_forward(stock: type, options: tuple):
     def forward(self, hidden_states):
         """hidden_states (..., D) -> (..., D), in the dtype that the stock class returns."""
         weight = None if weight_name is None else getattr(self, weight_name)
-        eps = getattr(self, eps_name)
-        if eps is None:  # torch.nn.RMSNorm's default
-            eps = torch.finfo(hidden_states.dtype).eps
-        return rms_norm(hidden_states, weight, eps, **kernel_options)
+        return rms_norm(hidden_states, weight, eps_of(self, eps, hidden_states), **kernel_options)
 
     return forward

@@ -8,6 +8,8 @@ from .contract import DTYPES, HEAD_DIMS
 
 DEVICES = ("cpu", "cuda", "xpu", "meta")
 MASK_DTYPES = (torch.bool, *DTYPES)
+# Plain numbers: torch.compile cannot ask whether a symbolic size is in a range.
+_LEAST, _MOST, _STEP = HEAD_DIMS.start, HEAD_DIMS[-1], HEAD_DIMS.step
 
 
 def check_operands(op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, heads_dim: int) -> None:
@@ -33,10 +35,10 @@ def check_operands(op: str, query: torch.Tensor, key: torch.Tensor, value: torch
                 f"{op}: expected {name} with {rank} dimensions, got shape {tuple(other.shape)}; add or remove some"
             )
     for name, size in (("head_dim", query.shape[-1]), ("value head_dim", value.shape[-1])):
-        if size not in HEAD_DIMS:
+        if size % _STEP or not _LEAST <= size <= _MOST:
             raise ValueError(
-                f"{op}: expected {name} to be a multiple of {HEAD_DIMS.step} in {HEAD_DIMS.start}..{HEAD_DIMS[-1]}, "
-                f"got {size}; pad the heads with zeros"
+                f"{op}: expected {name} to be a multiple of {_STEP} in {_LEAST}..{_MOST}, got {size}; "
+                "pad the heads with zeros"
             )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(

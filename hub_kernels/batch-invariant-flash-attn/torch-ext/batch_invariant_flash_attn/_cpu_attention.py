@@ -5,8 +5,9 @@ A tile of query rows is scored against all blocks that any of them sees. Then co
 
     total += weights @ values        lanes[0..63] += weights
 
-and last a halving tree over the 64 lanes gives the sum. A block or key that a row does not see has weight 0 and changes
-neither, so it makes no difference whether it is skipped, hidden, or not there. All of it is float32 and rounded once.
+and last a halving tree over the 64 lanes gives the sum of the weights. A block or key that a row does not see has
+weight 0 and changes nothing, so it makes no difference whether it is skipped, hidden, or not there. All of it is
+float32 and rounded once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,15 +16,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import _cpu_products
-from ._cpu_blocks import clear_hidden_keys, gather
+from ._cpu_blocks import clear_hidden_keys, gather, view_of_blocks
 from ._cpu_exp import tanh_, weights_
 from ._cpu_products import BLOCK
+from ._cpu_scratch import scratch
 from ._dispatch import plain_torch
 from .contract import mask_floor
 
 # Bytes of scores per thread that a tile aims at (they should stay in the second-level cache), and the most bytes that
 # the scores of one item may take before its tile gets lower.
-_SCORES_PER_THREAD = 2 << 20
+_SCORES_PER_THREAD = 4 << 20
 _SCORES_PER_ITEM = 16 << 20
 # Bytes per thread of keys that are copied at a time when they are used once.
 _PIECE_PER_THREAD = 1 << 20
@@ -147,10 +149,11 @@ def _run(call: _Call, out: torch.Tensor) -> None:
     queries = height // group
     item_bytes = height * (kv_len + 2 * BLOCK) * 4
     items = max(1, _SCORES_PER_THREAD * torch.get_num_threads() // item_bytes)
-    rows_step, heads_step = max(1, items // kv_heads), min(kv_heads, items)
+    rows_step, heads_step = max(1, items // kv_heads), -(-kv_heads // -(-kv_heads // items))
     for row in range(0, batch, rows_step):
         for head in range(0, kv_heads, heads_step):
-            slab = _Slab(call, plan, slice(row, min(row + rows_step, batch)), slice(head, head + heads_step))
+            rows, heads = (row, min(row + rows_step, batch)), (head, min(head + heads_step, kv_heads))
+            slab = _Slab(call, plan, slice(*rows), slice(*heads))
             slab.keep_keys(queries < q_len)
             for first in range(0, q_len, queries):
                 slab.tile(first, min(first + queries, q_len), height, out)
@@ -168,9 +171,7 @@ def _run_part_of_each_group(call: _Call, out: torch.Tensor, most: int) -> None:
             grouped = tensor.unflatten(dim, (kv_heads, group)).movedim(dim + 1, 0)
             return grouped[heads].movedim(0, dim + 1).flatten(dim, dim + 1)
 
-        part = replace(
-            call, query=of_heads(call.query, 1), sinks=of_heads(call.sinks, 0), mask=of_heads(call.mask, 1)
-        )
+        part = replace(call, query=of_heads(call.query, 1), sinks=of_heads(call.sinks, 0), mask=of_heads(call.mask, 1))
         part_out = of_heads(out, 2).clone(memory_format=torch.contiguous_format)
         _run(part, part_out)
         out.unflatten(2, (kv_heads, group))[:, :, :, heads] = part_out.unflatten(2, (kv_heads, -1))
@@ -193,14 +194,14 @@ class _Slab:
         self.query_heads = query_heads
         self.origins, self.limits = call.origins[rows], call.limits(rows)
         self.offsets, self.begins, self.ends = call.offsets[rows], call.begins[rows], call.ends[rows]
-        self.kept: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self.kept: tuple[int, torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def keep_keys(self, keep: bool) -> None:
         """Gather all keys and values now (several tiles need them) or piece by piece when needed."""
-        if keep:
-            first, last = self._blocks_in_sight(0, self.call.query.shape[2])
-            if first < last:
-                self.kept = (first, *(self._gather(source, first, last - first) for source in (self.key, self.value)))
+        first, last = self._blocks_in_sight(0, self.call.query.shape[2])
+        if keep and first < last:
+            keys, values = (self._take(source, first, last - first, None) for source in (self.key, self.value))
+            self.kept = first, keys, values.split(BLOCK, 1)
 
     def tile(self, first: int, last: int, height: int, out: torch.Tensor) -> None:
         """Compute queries first ... last - 1 of all heads and rows of the slab."""
@@ -209,15 +210,15 @@ class _Slab:
         if start >= end:
             return  # nothing to see: the output is zeros already
         items, used = self.count * self.kv_heads, group * queries
-        query = torch.zeros(items, height, call.query.shape[-1])
+        query = scratch("query", items, height, call.query.shape[-1]).zero_()
         seen = call.query[self.rows, self.query_heads, first:last].unflatten(1, (self.kv_heads, group))
         query.view(self.count, self.kv_heads, height, -1)[:, :, :used].unflatten(2, (group, queries)).copy_(seen)
         query.mul_(call.scale)
 
-        scores = torch.empty(items, height, (end - start) * BLOCK)
+        scores = scratch("scores", items, height, (end - start) * BLOCK)
         for block, blocks in self._pieces(start, end):
             columns = slice((block - start) * BLOCK, (block - start + blocks) * BLOCK)
-            _cpu_products.scores(self.plan, query, self._keys(0, block, blocks), scores[:, :, columns])
+            _cpu_products.scores(self.plan, query, self._keys(block, blocks), scores[:, :, columns])
         if call.softcap:
             tanh_(scores.div_(call.softcap)).mul_(call.softcap)
         self._hide(scores, first, last, start, end)
@@ -227,24 +228,22 @@ class _Slab:
         if sinks is not None:
             maximum = torch.maximum(maximum, sinks)
         maximum.masked_fill_(maximum == float("-inf"), 0.0)
-        weights = weights_(scores.sub_(maximum[..., None]))
+        weights = weights_(scores.sub_(maximum[..., None])).split(BLOCK, 2)
 
-        total = torch.zeros(items, height, call.value.shape[-1])
-        lanes = torch.zeros(items, height, BLOCK)
+        head_dim = call.value.shape[-1]
+        total = scratch("total", items, height, head_dim).zero_()
+        lanes = scratch("lanes", items, height, BLOCK).zero_()
         for block, blocks in self._pieces(start, end):
-            value = self._keys(1, block, blocks)
-            for number in range(blocks):
-                columns = slice((block - start + number) * BLOCK, (block - start + number + 1) * BLOCK)
-                keys = slice(number * BLOCK, (number + 1) * BLOCK)
-                _cpu_products.add_values(self.plan, total, weights[:, :, columns], value[:, keys])
-                lanes += weights[:, :, columns]
-        denominator = _tree_sum(lanes)
+            for number, value in enumerate(self._values(block, blocks), block - start):
+                _cpu_products.add_values(self.plan, total, weights[number], value)
+                lanes += weights[number]
+        weight_sum = _tree_sum(lanes)
         if sinks is not None:
-            denominator += weights_(sinks - maximum)[..., None]
-        denominator.masked_fill_(denominator == 0, 1.0)  # a row that sees nothing: 0 / 1
-        total = (total / denominator).view(self.count, self.kv_heads, height, -1)[:, :, :used]
-        total = total.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
-        out[self.rows, first:last, self.query_heads].unflatten(2, (self.kv_heads, group)).copy_(total)
+            weight_sum += weights_(sinks - maximum)[..., None]
+        weight_sum.masked_fill_(weight_sum == 0, 1.0)  # a row that sees nothing: 0 / 1
+        result = total.div_(weight_sum).view(self.count, self.kv_heads, height, head_dim)[:, :, :used]
+        result = result.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
+        out[self.rows, first:last, self.query_heads].unflatten(2, (self.kv_heads, group)).copy_(result)
 
     # --- what is seen ---
 
@@ -279,19 +278,30 @@ class _Slab:
                 columns = slice((begin - start) * BLOCK, (finish - start) * BLOCK)
                 self._hide_blocks(scores[:, :, columns], first, last, begin, finish - begin)
 
+    def _beyond_the_edges(self, first: int, last: int, block: int, blocks: int) -> torch.Tensor:
+        """(rows | 1, queries | 1, keys): 0 where causality, window and length let a query see a key, -1 or less elsewhere.
+
+        Arithmetic, since a CPU selects by booleans ten times slower than it adds.
+        """
+        call, edges = self.call, list(zip(self.offsets, self.begins, self.ends, strict=True))
+        edges = edges[:1] if len(set(edges)) == 1 else edges
+        offset, begin, end = torch.tensor(edges, dtype=torch.float32).t()[..., None, None]  # each (rows | 1, 1, 1)
+        start, stop = block * BLOCK, (block + blocks) * BLOCK
+        at = torch.arange(start, stop, dtype=torch.float32)
+        position = offset + torch.arange(first, last, dtype=torch.float32)[:, None]
+        sight = self._sight(first, last)
+        hidden = torch.zeros(1, 1, stop - start)
+        if max(low for _, _, low, _ in sight) > start:
+            low = begin if call.left is None else torch.maximum(begin, position - call.left)
+            hidden = (at - low).clamp_(-1, 0)
+        if min(high for _, high, _, _ in sight) < stop - 1:
+            high = end - 1 if call.right is None else torch.minimum(end - 1, position + call.right)
+            hidden = hidden + (high - at).clamp_(-1, 0)
+        return hidden
+
     def _hide_blocks(self, scores: torch.Tensor, first: int, last: int, block: int, blocks: int) -> None:
         call, queries = self.call, last - first
-        at = torch.arange(block * BLOCK, (block + blocks) * BLOCK, dtype=torch.float32)
-        position = torch.tensor(self.offsets, dtype=torch.float32)[:, None] + torch.arange(first, last)
-        low = torch.tensor(self.begins, dtype=torch.float32)[:, None]
-        high = torch.tensor(self.ends, dtype=torch.float32)[:, None] - 1
-        if call.left is not None:
-            low = torch.maximum(low, position - call.left)
-        if call.right is not None:
-            high = torch.minimum(high, position + call.right)
-        # (rows, queries | 1, keys): 0 where seen, -1 or less where hidden. Arithmetic, since a CPU selects by booleans
-        # ten times slower than it adds.
-        hidden = (at - low[..., None]).clamp_(-1, 0) + (high[..., None] - at).clamp_(-1, 0)
+        hidden = self._beyond_the_edges(first, last, block, blocks)
         if call.key_mask is not None:
             hidden = hidden + (self._present(block, blocks)[:, None] - 1)
         hidden = hidden[:, None, None]  # (rows, KV heads, group, queries, keys)
@@ -328,22 +338,39 @@ class _Slab:
     # --- keys and values ---
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        step = end - start
-        if self.kept is None:
-            block_bytes = self.count * self.kv_heads * BLOCK * self.call.key.shape[-1] * 4
-            step = max(1, min(step, _PIECE_PER_THREAD * torch.get_num_threads() // block_bytes))
-        for block in range(start, end, step):
-            yield block, min(step, end - block)
+        """Cut a span of blocks into those that are taken at a time: (first, number)."""
+        if self.kept is not None:
+            yield start, end - start
+            return
+        block_bytes = self.count * self.kv_heads * BLOCK * self.call.key.shape[-1] * 4
+        step = max(1, _PIECE_PER_THREAD * torch.get_num_threads() // block_bytes)
+        # Blocks that are whole in every row need no copy: keep them apart from the others.
+        whole = (min(max(start, -(-max(self.begins) // BLOCK)), end), max(start, min(end, min(self.ends) // BLOCK)))
+        for first, last in ((start, whole[0]), whole, (max(whole), end)):
+            for block in range(first, last, step):
+                yield block, min(step, last - block)
 
-    def _keys(self, which: int, block: int, blocks: int) -> torch.Tensor:
-        """Blocks of keys (which = 0) or values (1): (items, blocks * 64, D) float32."""
+    def _keys(self, block: int, blocks: int) -> torch.Tensor:
+        """Some blocks of keys: (items, blocks * 64, D) float32."""
         if self.kept is None:
-            return self._gather((self.key, self.value)[which], block, blocks)
-        first = self.kept[0]
-        return self.kept[1 + which][:, (block - first) * BLOCK : (block - first + blocks) * BLOCK]
+            return self._take(self.key, block, blocks, "keys")
+        first = block - self.kept[0]
+        return self.kept[1][:, first * BLOCK : (first + blocks) * BLOCK]
 
-    def _gather(self, source: torch.Tensor, block: int, blocks: int) -> torch.Tensor:
-        found = gather(source, 2, block, blocks, self.origins, self.limits)
+    def _values(self, block: int, blocks: int) -> tuple[torch.Tensor, ...]:
+        """Some blocks of values, each (items, 64, Dv) float32."""
+        if self.kept is None:
+            return self._take(self.value, block, blocks, "values").split(BLOCK, 1)
+        first = block - self.kept[0]
+        return self.kept[2][first : first + blocks]
+
+    def _take(self, source: torch.Tensor, block: int, blocks: int, name: str | None) -> torch.Tensor:
+        """Some blocks of keys or values, (items, blocks * 64, D) float32: in place if they lie there like that."""
+        if self.plan.views and self.call.key_mask is None:
+            view = view_of_blocks(source, block, blocks, self.origins, self.limits)
+            if view is not None:
+                return view
+        found = gather(source, 2, block, blocks, self.origins, self.limits, name)
         if self.call.key_mask is not None:
             clear_hidden_keys(found, self._present(block, blocks))
         return found.flatten(0, 1)

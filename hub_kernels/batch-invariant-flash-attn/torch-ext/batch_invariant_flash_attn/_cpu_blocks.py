@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ._cpu_products import BLOCK
+from ._cpu_scratch import scratch
 
 
 def gather(
@@ -14,32 +15,53 @@ def gather(
     blocks: int,
     origins: Sequence[int],
     limits: Sequence[int],
+    name: str | None = None,
 ) -> torch.Tensor:
-    """Blocks first_block ... of each row, as a new float32 tensor with zeros where the row has no key.
+    """Blocks first_block ... of each row, as a float32 tensor with zeros where the row has no key.
 
-    source (rows, ...) of any dtype with the keys along `dim`; origins, limits: per row, the index in `source` of key 0 of
-    block 0 and the index behind the last key.
+    source (rows, ...) of any dtype with the keys along `dim`; origins, limits: per row, the index in `source` of key 0
+    of block 0 and the index behind the last key. With a name, the result is scratch memory.
     """
     length = blocks * BLOCK
     shape = list(source.shape)
     shape[dim] = length
+    out = torch.empty(shape, dtype=torch.float32) if name is None else scratch(name, *shape)
     spans = []
     for origin, limit in zip(origins, limits, strict=True):
         start = origin + first_block * BLOCK
-        spans.append((start, max(start, origin, 0), min(start + length, limit)))
-    if len(set(spans)) == 1:
-        start, begin, end = spans[0]
-        if end - begin == length:
-            return torch.empty(shape, dtype=torch.float32).copy_(source.narrow(dim, begin, length))
-        out = torch.zeros(shape, dtype=torch.float32)
-        if begin < end:
-            out.narrow(dim, begin - start, end - begin).copy_(source.narrow(dim, begin, end - begin))
-        return out
-    out = torch.zeros(shape, dtype=torch.float32)
-    for row, (start, begin, end) in enumerate(spans):
-        if begin < end:
-            out[row].narrow(dim - 1, begin - start, end - begin).copy_(source[row].narrow(dim - 1, begin, end - begin))
+        begin = min(max(-start, 0), length)
+        spans.append((start, begin, max(begin, min(length, limit - start))))
+    if len(set(spans)) == 1:  # all rows at once
+        _fill(out, source, dim, *spans[0])
+    else:
+        for row, span in enumerate(spans):
+            _fill(out[row], source[row], dim - 1, *span)
     return out
+
+
+def view_of_blocks(
+    source: torch.Tensor, first_block: int, blocks: int, origins: Sequence[int], limits: Sequence[int]
+) -> torch.Tensor | None:
+    """The blocks of a float32 source (rows, heads, keys, D) as a view (rows * heads, blocks * 64, D), if they are one."""
+    rows, heads = source.shape[:2]
+    if source.dtype != torch.float32 or source.stride(3) != 1 or len(set(origins)) > 1:
+        return None
+    start = origins[0] + first_block * BLOCK
+    if start < 0 or start + blocks * BLOCK > min(limits):
+        return None
+    if rows > 1 and heads > 1 and source.stride(0) != heads * source.stride(1):
+        return None
+    return source.narrow(2, start, blocks * BLOCK).flatten(0, 1)
+
+
+def _fill(out: torch.Tensor, source: torch.Tensor, dim: int, start: int, begin: int, end: int) -> None:
+    """out[begin:end] = source[start + begin : start + end] along `dim`, and zeros around it."""
+    if begin > 0:
+        out.narrow(dim, 0, begin).zero_()
+    if end < out.shape[dim]:
+        out.narrow(dim, end, out.shape[dim] - end).zero_()
+    if begin < end:
+        out.narrow(dim, begin, end - begin).copy_(source.narrow(dim, start + begin, end - begin))
 
 
 def clear_hidden_keys(keys: torch.Tensor, present: torch.Tensor) -> None:

@@ -4,8 +4,8 @@
     values   weights    (items, T, 64) x values (items, 64, Dv)    sum over the 64 keys of a block, added to a total
 
 An item is one KV head of one sequence, a row one query of one of its heads. Both sums have a fixed length, so what is
-left to fix is the order in which a GEMM takes them, and that it picks from the shape of the call. Calls therefore have a
-few shapes only (T rows from `HEIGHTS`, items from `COUNTS`, N keys from `WIDTHS`), and a height is used only after a
+left to fix is the order in which a GEMM takes them, and that it picks from the shape of the call. Calls therefore have
+a few shapes only (T rows from `HEIGHTS`, items from `COUNTS`, N keys from `WIDTHS`), and a height is used only after a
 trial on this machine has shown that a row gets the same bits at every such shape, in any slot and beside any
 neighbours. Engines, best first:
 
@@ -27,9 +27,13 @@ import torch
 BLOCK = 64  # keys per block: the length of the sum in `values`
 
 HEIGHTS = (8, 16, 32, 64)
-COUNTS = (1, 2, 4, 8, 16)
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 WIDTHS = (64, 128, 256, 512, 1024)
 ENGINES = ("fused", "plain", "ordered")
+
+# Terms of a score that are summed at a stretch. A GEMM adds them one by one, which over a long head loses more to
+# rounding than the stock decode kernel does.
+_TERMS = 64
 
 _TRIAL_ROWS = 16
 _SMALLEST_HEIGHTS = HEIGHTS[:2]  # one of these must hold, or a decode step would be mostly padding
@@ -41,10 +45,14 @@ _forced: str | None = None
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine and the heights at which it gives a row the same bits (any height will do for "ordered")."""
+    """An engine, the heights at which it gives a row the same bits, and whether it does so at any address and stride.
+
+    views: keys and values may be slices of larger tensors; otherwise they must be copied first.
+    """
 
     engine: str
     heights: tuple[int, ...] = HEIGHTS
+    views: bool = True
 
 
 @contextlib.contextmanager
@@ -62,10 +70,8 @@ def force_engine(name: str) -> Iterator[None]:
 
 def plan_for(head_dim: int, value_head_dim: int) -> Plan:
     """The plan of one head shape in the present environment, made at first use."""
-    key = (
-        (head_dim, value_head_dim, _forced, torch.get_num_threads())
-        + (torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled)
-    )  # fmt: skip
+    environment = (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled)
+    key = (head_dim, value_head_dim, _forced, *environment)
     plan = _plans.get(key)
     if plan is None:
         with _lock:
@@ -87,6 +93,8 @@ def scores(plan: Plan, query: torch.Tensor, key: torch.Tensor, out: torch.Tensor
 
 def add_values(plan: Plan, total: torch.Tensor, weights: torch.Tensor, value: torch.Tensor) -> None:
     """total (items, T, Dv) += weights (items, T, 64) @ value (items, 64, Dv); all float32, weights a slice or not."""
+    if len(total) in COUNTS:
+        return _add_values(plan.engine, total, weights, value)
     for items in _item_groups(len(total)):
         _add_values(plan.engine, total[items], weights[items], value[items])
 
@@ -108,10 +116,13 @@ def _item_groups(items: int) -> Iterator[slice]:
 
 
 def _scores(engine: str, query: torch.Tensor, key: torch.Tensor, out: torch.Tensor) -> None:
+    key = key.transpose(1, 2)
     if engine == "ordered":
-        out.copy_(_ordered_product(query, key.transpose(1, 2)))
-    else:
-        torch.bmm(query, key.transpose(1, 2), out=out)
+        out.copy_(_ordered_product(query, key))
+        return
+    torch.bmm(query[..., :_TERMS], key[:, :_TERMS], out=out)
+    for start in range(_TERMS, query.shape[-1], _TERMS):
+        _add_values(engine, out, query[..., start : start + _TERMS], key[:, start : start + _TERMS])
 
 
 def _add_values(engine: str, total: torch.Tensor, weights: torch.Tensor, value: torch.Tensor) -> None:
@@ -142,9 +153,11 @@ def _make_plan(head_dim: int, value_head_dim: int) -> Plan:
     for engine in ("fused", "plain"):
         if _forced not in (None, engine):
             continue
-        heights = set(_heights_of_scores(engine, head_dim)) & set(_heights_of_values(engine, value_head_dim))
-        if heights & set(_SMALLEST_HEIGHTS):
-            return Plan(engine, tuple(sorted(heights)))
+        for views in (True, False):
+            heights = set(_heights_of_scores(engine, head_dim, views))
+            heights &= set(_heights_of_values(engine, value_head_dim, views))
+            if heights & set(_SMALLEST_HEIGHTS):
+                return Plan(engine, tuple(sorted(heights)), views)
     return Plan("ordered")
 
 
@@ -185,64 +198,84 @@ def _largest_class(bits_of_height: dict[int, torch.Tensor]) -> tuple[int, ...]:
     return tuple(max(groups, key=lambda group: (group[0] in _SMALLEST_HEIGHTS, len(group)), default=()))
 
 
-def _heights_of_scores(engine: str, head_dim: int) -> tuple[int, ...]:
+def _repeated(matrix: torch.Tensor, count: int, as_slice: bool) -> torch.Tensor:
+    """The matrix for each item; as_slice: as part of a wider tensor, off the addresses that allocators give."""
+    rows, columns = matrix.shape
+    wide = torch.empty(count, rows, columns + 24 if as_slice else columns)
+    return wide[:, :, 8 : 8 + columns].copy_(matrix) if as_slice else wide.copy_(matrix)
+
+
+def _rows_in_small_tiles(height: int) -> Iterator[torch.Tensor]:
+    """Every trial row once, `height` rows at a time: (1, height) each."""
+    for row in range(0, _TRIAL_ROWS, height):
+        yield (torch.arange(height)[None] + row) % _TRIAL_ROWS
+
+
+def _heights_of_scores(engine: str, head_dim: int, views: bool) -> tuple[int, ...]:
     rows, keys = _cancelling(head_dim, WIDTHS[-1])
     keys = keys.t().contiguous()
     found = {}
     for height in HEIGHTS:
         expected = torch.empty(_TRIAL_ROWS, WIDTHS[-1])
-        for row in range(0, _TRIAL_ROWS, min(height, _TRIAL_ROWS)):
-            order = (torch.arange(height) + row) % _TRIAL_ROWS
-            out = torch.empty(1, height, WIDTHS[-1])
-            _scores(engine, rows[order][None], keys[None], out)
-            expected[order] = out[0]
-        if _scores_hold(engine, height, rows, keys, expected):
+        for order in _rows_in_small_tiles(height):
+            out = torch.empty(*order.shape, WIDTHS[-1])
+            _scores(engine, rows[order], keys[None], out)
+            expected[order] = out
+        if _scores_hold(engine, height, rows, keys, expected, views):
             found[height] = _bits(expected)
     return _largest_class(found)
 
 
 def _scores_hold(
-    engine: str, height: int, rows: torch.Tensor, keys: torch.Tensor, expected: torch.Tensor
-) -> bool:  # fmt: skip
+    engine: str, height: int, rows: torch.Tensor, keys: torch.Tensor, expected: torch.Tensor, views: bool
+) -> bool:
     for count in COUNTS:
-        spread = keys.expand(count, *keys.shape).contiguous()
-        for width in WIDTHS if count in (1, 8) else WIDTHS[::3]:
-            for number, order in enumerate(_arrangements(count, height)):
-                start = (number * 192) % (WIDTHS[-1] - width + 64)
-                columns = slice(start, start + width)
-                buffer = torch.empty(count, height, width + 64 * number)  # a slice of a wider buffer, as in use
-                out = buffer[:, :, 64 * number :]
-                _scores(engine, rows[order], spread[:, columns], out)
-                if not torch.equal(_bits(out), _bits(expected[order][..., columns])):
-                    return False
+        orders = list(_arrangements(count, height))
+        operands = [_repeated(keys, count, as_slice=views and number == 1) for number in range(2)]
+        for number, width in enumerate(WIDTHS if count in (1, 8) else WIDTHS[::3]):
+            start = (number * 192) % (WIDTHS[-1] - width + 64)
+            columns = slice(start, start + width)
+            order = orders[number % len(orders)]
+            buffer = torch.empty(count, height, width + 64 * number)  # the result is a slice, too
+            out = buffer[:, :, 64 * number :]
+            _scores(engine, rows[order], operands[number % 2][:, columns], out)
+            if not torch.equal(_bits(out), _bits(expected[:, columns][order])):
+                return False
     return True
 
 
-def _heights_of_values(engine: str, value_head_dim: int) -> tuple[int, ...]:
+def _heights_of_values(engine: str, value_head_dim: int, views: bool) -> tuple[int, ...]:
     rows, value = _cancelling(BLOCK, value_head_dim)
-    # A total of the size of the rounding noise: a large one would hide it.
+    # Totals of the size of the rounding noise: large ones would hide it.
     before = torch.linspace(-1e-6, 1e-6, _TRIAL_ROWS * value_head_dim).view(_TRIAL_ROWS, value_head_dim)
     found = {}
     for height in HEIGHTS:
         expected = torch.empty_like(before)
-        held = True
-        for count in COUNTS:
-            spread = value.expand(count, *value.shape).contiguous()
-            for number, order in enumerate(_arrangements(count, height)):
-                buffer = torch.empty(count, height, BLOCK * (1 + 8 * number))
-                weights = buffer[:, :, -BLOCK:].copy_(rows[order])
-                total = before[order]
-                _add_values(engine, total, weights, spread)
-                if count == COUNTS[0] and number == 0:
-                    for slot, row in enumerate(order[0].tolist()):
-                        expected[row] = total[0, slot]
-                    # Rows that a small tile has no room for get their expectation from a tile of their own.
-                    if height < _TRIAL_ROWS:
-                        rest = (order[:1] + height) % _TRIAL_ROWS
-                        more = before[rest]
-                        _add_values(engine, more, rows[rest], spread)
-                        expected[rest[0]] = more[0]
-                held = held and torch.equal(_bits(total), _bits(expected[order]))
-        if held:
+        for order in _rows_in_small_tiles(height):
+            total = before[order]
+            _add_values(engine, total, rows[order], value[None])
+            expected[order] = total
+        if _values_hold(engine, height, rows, value, before, expected, views):
             found[height] = _bits(expected)
     return _largest_class(found)
+
+
+def _values_hold(
+    engine: str,
+    height: int,
+    rows: torch.Tensor,
+    value: torch.Tensor,
+    before: torch.Tensor,
+    expected: torch.Tensor,
+    views: bool,
+) -> bool:
+    for count in COUNTS:
+        for number, order in enumerate(_arrangements(count, height)):
+            odd = (number + count) % 2
+            buffer = torch.empty(count, height, BLOCK * (1 + 8 * odd))
+            weights = buffer[:, :, -BLOCK:].copy_(rows[order])
+            total = before[order]
+            _add_values(engine, total, weights, _repeated(value, count, as_slice=views and odd))
+            if not torch.equal(_bits(total), _bits(expected[order])):
+                return False
+    return True

@@ -87,8 +87,8 @@ def attention_varlen(
     """`attention` of sequences packed one after the other, with the bits that each would have alone.
 
     query (Tq, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv) -> (Tq, Hq, Dv). cu_seqlens_q and cu_seqlens_k: int32
-    (sequences + 1,), cumulative lengths; max_seqlen_q and max_seqlen_k: the longest of each. `causal` and `window` count
-    from the bottom right corner of each sequence. Tokens after the last sequence give zeros. The rest is as in
+    (sequences + 1,), cumulative lengths; max_seqlen_q and max_seqlen_k: the longest of each. `causal` and `window`
+    count from the bottom right corner of each sequence. Tokens after the last sequence give zeros. The rest is as in
     `attention`.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -151,12 +151,11 @@ def _attention_op(
     origin: torch.Tensor | None,
     query_offset: torch.Tensor | None,
 ) -> torch.Tensor:
-    return _on_gpu(
-        query, key, value, causal, scale, window_left, window_right, softcap, sinks, mask, key_mask, origin, query_offset
-    )
+    settings = (causal, scale, window_left, window_right, softcap)
+    return _on_gpu(query, key, value, *settings, sinks, mask, key_mask, origin, query_offset)
 
 
-@_attention_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("attention"), "cpu")
 def _(*arguments) -> torch.Tensor:
     return _on_cpu(*arguments)
 
@@ -187,7 +186,7 @@ def _attention_varlen_op(
     return _varlen_on_gpu(query, key, value, *lengths, causal, scale, window_left, window_right, softcap, sinks)
 
 
-@_attention_varlen_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("attention_varlen"), "cpu")
 def _(*arguments) -> torch.Tensor:
     return _varlen_on_cpu(*arguments)
 

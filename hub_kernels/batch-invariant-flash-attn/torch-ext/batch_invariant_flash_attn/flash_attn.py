@@ -91,7 +91,9 @@ def flash_attn_varlen_func(
 
 def _refuse(op: str, dropout_p: float, alibi_slopes: torch.Tensor | None, return_attn_probs: bool) -> None:
     if dropout_p:
-        raise ValueError(f"{op}: expected dropout_p=0, got {dropout_p}; set attention_dropout to 0 or call model.eval()")
+        raise ValueError(
+            f"{op}: expected dropout_p=0, got {dropout_p}; call model.eval() or set attention_dropout to 0"
+        )
     if alibi_slopes is not None:
         raise ValueError(f"{op}: expected alibi_slopes=None, got slopes; pass the biases as the mask of `attention`")
     if return_attn_probs:

@@ -1,6 +1,11 @@
-"""Linear on the CPU: float32 in certified tiles, bfloat16 in hardware where that is certified, exact otherwise."""
+"""Linear on the CPU: float32 in certified tiles, bfloat16 in hardware where that is certified, exact otherwise.
+
+Weights of fewer than 8 rows (scoring heads) are multiplied in float64 instead: stock sums these in many lanes, more
+accurately than one float32 chain, and for so few columns float64 costs little.
+"""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +16,16 @@ from ._cpu_weights import derived
 from ._dispatch import plain_torch
 
 # Heights to try, in rungs (see Plan). oneDNN holds small heights; which ones the stock GEMM holds varies by machine.
-_PACKED_FLOAT32 = ((1, 2, 4, 8, 16, 32), (48, 64, 96, 128), (192, 256, 512))
-_PACKED_BFLOAT16 = ((1, 2, 4, 8, 16, 32), (64, 128, 256, 512))
+_PACKED_FLOAT32 = ((1, 2, 4, 8, 16, 32), (64, 128), (256,))
+_PACKED_BFLOAT16 = ((1, 2, 4, 8, 16, 32), (64, 128), (512,))
 _TILED = ((2, 4, 8, 12, 16, 32, 48), (64, 96, 128), (192, 256))
 
 # Below 8 columns or terms a GEMM turns into something else (a gemv, a dot): weights are padded with zeros to this.
 _LEAST = 8
+
+# oneDNN sums float32 in one chain per element, the stock GEMM in one per block of K. Chains of at most this length,
+# added in ascending order, are as accurate as stock.
+_CHAIN = 288
 
 # oneDNN's bfloat16 kernels take K in pairs and blocks; a ragged K goes through float32.
 _BFLOAT16_K_MULTIPLE = 32
@@ -34,7 +43,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
                 return _bfloat16(plan, x, weight, bias)
         y = _float32(x, weight)
         if bias is not None:
-            y = y.add_(bias.float())
+            y += bias.float()
         return y.to(x.dtype)
 
 
@@ -45,15 +54,38 @@ def _padded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return F.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
 
 
-def _pack(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight (N, K), any strides, in oneDNN's blocked layout for this dtype."""
+def _packed(weight: torch.Tensor, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """The product with a weight (N, K), any strides, held in oneDNN's blocked layout: (tile, bias=None) -> y."""
     n, k = weight.shape
     weight = _padded(weight.to(dtype), max(n, _LEAST), max(k, _LEAST)).contiguous()
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return lambda tile, bias=None: product(tile, packed, bias, "none", [], "")
 
 
-def _call_packed(packed: torch.Tensor, bias: torch.Tensor | None) -> Call:
-    return lambda tile: torch.ops.mkldnn._linear_pointwise(tile, packed, bias, "none", [], "")
+def _chains(k: int) -> list[slice]:
+    """K cut evenly into slices of at most _CHAIN, at multiples of 16."""
+    count = -(-k // _CHAIN)
+    ends = [i * k // count // 16 * 16 for i in range(count)] + [k]
+    return [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def _packed_chains(weight: torch.Tensor) -> Call:
+    """The product with a weight (N, K): the sum over the chains, in ascending order, of their packed products."""
+    k = max(weight.shape[1], _LEAST)
+    weight = _padded(weight, weight.shape[0], k)
+    calls = [(chain, _packed(weight[:, chain], torch.float32)) for chain in _chains(k)]
+    if len(calls) == 1:
+        return calls[0][1]
+
+    def call(tile: torch.Tensor) -> torch.Tensor:
+        y = None
+        for chain, product in calls:
+            part = product(tile[:, chain].contiguous())
+            y = part if y is None else y.add_(part)
+        return y
+
+    return call
 
 
 @functools.cache
@@ -62,7 +94,7 @@ def _has_packed() -> bool:
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     try:
-        _call_packed(_pack(torch.zeros(16, 16), torch.float32), None)(torch.zeros(1, 16))
+        _packed(torch.zeros(16, 16), torch.float32)(torch.zeros(1, 16))
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -82,7 +114,8 @@ def _bfloat16_plan(k: int, n: int, has_bias: bool) -> Plan | None:
         x, weight = trial_operands(k, n, torch.bfloat16)
         # A bias of the size of the rounding noise: a large one would hide it.
         bias = (torch.linspace(-1, 1, n) * 2**-22 * k**0.5).bfloat16() if has_bias else None
-        return _call_packed(_pack(weight, torch.bfloat16), bias), x
+        product = _packed(weight, torch.bfloat16)
+        return lambda tile: product(tile, bias), x
 
     def make():
         plan = certify("packed", _PACKED_BFLOAT16, make_trial)
@@ -92,69 +125,83 @@ def _bfloat16_plan(k: int, n: int, has_bias: bool) -> Plan | None:
     return plan if plan.engine == "packed" else None
 
 
+def _packed_bfloat16(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    return _packed(weight, torch.bfloat16)
+
+
 def _bfloat16(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     n = weight.shape[0]
-    packed = derived(weight, "packed bfloat16", lambda w: _pack(w, torch.bfloat16))
+    product = derived(weight, "packed bfloat16", _packed_bfloat16)
     if bias is not None:
         bias = bias.contiguous()
         if n < _LEAST:
             bias = F.pad(bias, (0, _LEAST - n))
-    y = _in_tiles(_call_packed(packed, bias), x.contiguous(), plan.tiles(x.shape[0]))
+    y = _in_tiles(plan, lambda tile: product(tile, bias), x.contiguous())
     return y if y.shape[1] == n else y[:, :n].contiguous()
 
 
-def _float32_plan(k: int, n: int) -> Plan:
+def _plan(k: int, n: int, dtype: torch.dtype) -> Plan:
+    """The plan for products in float32 or float64."""
+
     def packed_trial():
-        x, weight = trial_operands(k, n, torch.float32)
-        return _call_packed(_pack(weight, torch.float32), None), x
+        x, weight = trial_operands(k, n, dtype)
+        return _packed_chains(weight), x
 
     def tiled_trial():
-        x, weight = trial_operands(k, n, torch.float32)
+        x, weight = trial_operands(k, n, dtype)
         return lambda tile: F.linear(tile, weight), x
 
     def make():
         plan = None
-        if allows("packed") and _has_packed():
+        if dtype == torch.float32 and allows("packed") and _has_packed():
             plan = certify("packed", _PACKED_FLOAT32, packed_trial)
         if plan is None and allows("tiled"):
             plan = certify("tiled", _TILED, tiled_trial)
         return plan or Plan("exact")
 
-    return plan_for(("float32", k, n), make)
+    return plan_for((dtype, k, n), make)
 
 
-def _aligned_float32(weight: torch.Tensor) -> torch.Tensor:
+def _aligned(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of the weight as the tiled engine takes it: contiguous, 64-byte aligned, padded."""
     n, k = weight.shape
-    weight = _padded(weight.float(), max(n, _LEAST), max(k, _LEAST)).contiguous()
-    return weight if weight.data_ptr() % 64 == 0 else weight.clone()
+    return _padded(weight.to(dtype), max(n, _LEAST), max(k, _LEAST)).clone(memory_format=torch.contiguous_format)
+
+
+def _tiled_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    ready = weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 64 == 0
+    if ready and min(weight.shape) >= _LEAST:
+        return weight
+    return derived(weight, f"tiled {dtype}", lambda w: _aligned(w, dtype))
 
 
 def _float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (M, K) @ weight (N, K).T in float32, from operands of any supported dtype."""
+    """x (M, K) @ weight (N, K).T from operands of any supported dtype, rounded to float32."""
     n, k = weight.shape
-    plan = _float32_plan(max(k, _LEAST), max(n, _LEAST))
-    x = x.float().contiguous()
+    dtype = torch.float64 if n < _LEAST else torch.float32
+    plan = _plan(max(k, _LEAST), max(n, _LEAST), dtype)
     if plan.engine == "exact":
         parts = derived(weight, "split", lambda w: _cpu_exact.split(w.float()))
-        return _cpu_exact.matmul(x, weight.float(), parts)
+        return _cpu_exact.matmul(x.float(), weight.float(), parts)
     if plan.engine == "packed":
-        call = _call_packed(derived(weight, "packed float32", lambda w: _pack(w, torch.float32)), None)
+        call = derived(weight, "packed float32", _packed_chains)
     else:
-        fits = weight.dtype == torch.float32 and weight.is_contiguous() and weight.data_ptr() % 64 == 0
-        fits = fits and min(n, k) >= _LEAST
-        ready = weight if fits else derived(weight, "float32", _aligned_float32)
+        ready = _tiled_weight(weight, dtype)
         call = lambda tile: F.linear(tile, ready)  # noqa: E731
+    x = x.to(dtype).contiguous()
     if k < _LEAST:
         x = F.pad(x, (0, _LEAST - k))
-    y = _in_tiles(call, x, plan.tiles(x.shape[0]))
-    return y if y.shape[1] == n else y[:, :n].contiguous()
+    y = _in_tiles(plan, call, x)
+    return y if y.shape[1] == n else y[:, :n].float()
 
 
-def _in_tiles(call: Call, x: torch.Tensor, tiles: list[tuple[int, int]]) -> torch.Tensor:
-    """Run the tiles over x (M, K) and put the rows together."""
+def _in_tiles(plan: Plan, call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Run x (M, K) through `call` in the plan's tiles and put the rows together."""
     rows = x.shape[0]
+    if rows in plan.heights:
+        return call(x)
     parts = []
-    for start, height in tiles:
+    for start, height in plan.tiles(rows):
         end = min(start + height, rows)
         tile = x[start:end]
         if end - start < height:

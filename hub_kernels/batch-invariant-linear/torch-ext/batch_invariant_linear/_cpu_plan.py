@@ -70,8 +70,9 @@ def trial_operands(k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
     least, most = _TRIAL_ROWS
     rows = min(max(least, _TRIAL_OUTPUTS // n), most)
     # Beyond 1024 rows the weight repeats itself: drawing millions of numbers would take longer than the trial.
-    x = torch.randn(rows, k, generator=generator)
-    weight = torch.randn(min(n, 1024), k, generator=generator)
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    x = torch.randn(rows, k, generator=generator, dtype=drawn)
+    weight = torch.randn(min(n, 1024), k, generator=generator, dtype=drawn)
     half = k // 2
     if half:
         order = torch.randperm(half, generator=generator)
@@ -82,7 +83,7 @@ def trial_operands(k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def _bits(y: torch.Tensor) -> torch.Tensor:
-    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
+    return y.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()])
 
 
 def row_bits(call: Call, x: torch.Tensor, height: int) -> torch.Tensor | None:
@@ -117,7 +118,7 @@ class Plan:
 
     def tiles(self, rows: int) -> list[tuple[int, int]]:
         """(first row, height) of the tiles that cover `rows` rows; the last one may reach beyond."""
-        while self.later_rungs and rows > self.heights[-1]:
+        while self.later_rungs and rows > self.heights[-1] and _fills(rows, self.later_rungs[0][0]):
             self._climb()
         tiles, start = [], 0
         while start < rows:
@@ -140,10 +141,15 @@ class Plan:
             self.later_rungs = self.later_rungs[1:]
 
 
+def _fills(rows: int, height: int) -> bool:
+    """Whether a tile of this height is worth its padding."""
+    return height <= rows * 1.34 + 4
+
+
 def _next_height(heights: tuple[int, ...], rows: int) -> int:
     """The smallest height that holds all rows, if little of it is padding; else the largest one that they fill."""
     holding = next((height for height in heights if height >= rows), None)
-    if holding is not None and (holding <= rows * 1.34 + 4 or holding == heights[0]):
+    if holding is not None and (_fills(rows, holding) or holding == heights[0]):
         return holding
     return max((height for height in heights if height <= rows), default=heights[0])
 

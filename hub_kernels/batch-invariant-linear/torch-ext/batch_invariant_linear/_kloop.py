@@ -13,12 +13,14 @@ def accumulate(
     stride_wk,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    COMPENSATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Sum of x[m, k] * w[n, k] over ascending k, in float32: (BLOCK_M, BLOCK_N), or its transpose if SWAP.
 
+    COMPENSATED: BLOCK_K is the contract's chunk; each chunk is summed by itself and added with Kahan's compensation.
     K past the end is loaded as zeros, whose products leave an accumulator as it is.
     """
     k = tl.arange(0, BLOCK_K)
@@ -28,6 +30,8 @@ def accumulate(
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if COMPENSATED:
+        lost = acc
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             x = tl.load(x_ptrs)
@@ -36,7 +40,13 @@ def accumulate(
             inside = (k < K - start)[None, :]
             x = tl.load(x_ptrs, mask=inside, other=0.0)
             w = tl.load(w_ptrs, mask=inside, other=0.0)
-        if SWAP:
+        if COMPENSATED:
+            term = tl.dot(x, tl.trans(w), input_precision="ieee") - lost
+            total = acc + term
+            lost = (total - acc) - term
+            lost = tl.where(lost == lost, lost, 0.0)  # an infinite total has lost nothing
+            acc = total
+        elif SWAP:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")

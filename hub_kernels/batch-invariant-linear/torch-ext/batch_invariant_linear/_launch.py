@@ -6,7 +6,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import plan
+from . import contract, plan
 from ._grouped_linear_kernel import grouped_linear_kernel
 from ._linear_kernel import linear_kernel, linear_tma_kernel
 
@@ -19,6 +19,12 @@ def _device(index: int | None) -> tuple[int, bool]:
     properties = torch.cuda.get_device_properties(index)
     # order-free: the count sizes a persistent grid of whole tiles
     return properties.multi_processor_count, properties.major >= 9 and torch.version.hip is None
+
+
+def _compensated(n: int, k: int, dtype: torch.dtype, tile: plan.Tile) -> bool:
+    order = contract.linear_contract(n=n, k=k, dtype=dtype)
+    assert order.k_chunk == k or tile.k == order.k_chunk and not tile.swap, (order, tile)
+    return order.compensated
 
 
 def _rows_aligned(tensor: torch.Tensor) -> bool:
@@ -105,6 +111,7 @@ def _launch_pointer(x, weight, bias, y, tile: plan.Tile) -> torch.Tensor:
         HAS_BIAS=bias is not None,
         SWAP=tile.swap,
         EVEN_K=k % tile.k == 0,
+        COMPENSATED=_compensated(n, k, x.dtype, tile),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -136,6 +143,7 @@ def launch_grouped_linear(
         *x.stride(),
         *weight.stride(),
         EVEN_K=k % tile.k == 0,
+        COMPENSATED=_compensated(n, k, x.dtype, tile),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,

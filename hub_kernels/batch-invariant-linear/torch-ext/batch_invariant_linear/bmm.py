@@ -2,6 +2,7 @@
 
 import torch
 
+from . import _cpu_bmm
 from ._checks import check_operands, shape_error
 from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
@@ -36,8 +37,6 @@ def _on_gpu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _on_cpu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    from . import _cpu_bmm
-
     return _cpu_bmm.bmm(x, y)
 
 
@@ -46,7 +45,7 @@ def _bmm_op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _on_gpu(x, y)
 
 
-@_bmm_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("bmm"), "cpu")
 def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _on_cpu(x, y)
 

@@ -16,22 +16,28 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class LinearContract:
-    """How one output element is reduced.
+    """How one output element is reduced on a GPU.
 
     k_chunk: K is cut into chunks of this many elements; a chunk is summed in ascending order into a float32
-        accumulator, the chunks are added in ascending order. Equal to K means one pass.
+        accumulator, and the chunks are added in ascending order. Equal to K means one pass.
+    compensated: the chunks are added with Kahan's compensation (Kahan 1965, "Further remarks on reducing truncation
+        errors").
     input_precision: "ieee": products of float32 operands are float32 products, never TF32.
     """
 
     k_chunk: int
+    compensated: bool
     input_precision: str = "ieee"
 
 
 def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
     """The contract of a weight (n, k).
 
-    One ascending pass over K, for every shape: it keeps the bits of a stock GEMM that does not split K, and a second
-    engine with a plain K loop can serve the same contract.
+    16-bit weights: one ascending pass over K, for every shape. It keeps the bits of a stock GEMM that does not split K,
+    and a second engine with a plain K loop can serve the same contract. float32: short chunks, since one running sum
+    over thousands of terms would be several times less accurate than the trees that stock kernels sum by.
     """
     assert dtype in DTYPES, dtype
-    return LinearContract(k_chunk=k)
+    if dtype == torch.float32:
+        return LinearContract(k_chunk=16, compensated=True)
+    return LinearContract(k_chunk=k, compensated=False)

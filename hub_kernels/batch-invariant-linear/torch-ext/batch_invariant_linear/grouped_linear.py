@@ -2,6 +2,7 @@
 
 import torch
 
+from . import _cpu_linear
 from ._checks import check_operands, shape_error
 from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
@@ -52,10 +53,8 @@ def _on_gpu(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
 
 
 def _on_cpu(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    from . import _cpu_linear
-
     ends = offsets.tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     if any(start > end for start, end in zip(starts, ends, strict=True)) or (ends and ends[-1] > x.shape[0]):
         raise shape_error(
             "grouped_linear",
@@ -76,7 +75,7 @@ def _grouped_linear_op(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Ten
     return _on_gpu(x, weight, offsets)
 
 
-@_grouped_linear_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("grouped_linear"), "cpu")
 def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return _on_cpu(x, weight, offsets)
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from . import _cpu_linear
 from ._checks import check_operands, shape_error
 from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
@@ -40,8 +41,6 @@ def _on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    from . import _cpu_linear
-
     y = _cpu_linear.linear(x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -51,7 +50,7 @@ def _linear_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return _on_gpu(x, weight, bias)
 
 
-@_linear_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("linear"), "cpu")
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return _on_cpu(x, weight, bias)
 

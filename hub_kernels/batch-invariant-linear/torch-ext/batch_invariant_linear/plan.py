@@ -56,10 +56,11 @@ _MANY_ROWS = (
     Tile(64, 64, 64, warps=4, stages=4),
     Tile(128, 128, 64, warps=8, stages=3),
 )
+# float32: `k` is the contract's chunk.
 _FLOAT32 = (
-    (16, None, Tile(16, 32, 64, warps=4, stages=3)),
-    (64, None, Tile(32, 64, 32, warps=4, stages=3)),
-    (None, None, Tile(64, 64, 32, warps=4, stages=3)),
+    (16, None, Tile(16, 32, 16, warps=4, stages=4)),
+    (64, None, Tile(32, 64, 16, warps=4, stages=4)),
+    (None, None, Tile(64, 64, 16, warps=4, stages=4)),
 )
 
 

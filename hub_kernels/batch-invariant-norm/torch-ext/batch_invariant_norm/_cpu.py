@@ -95,7 +95,8 @@ def softmax(x, log, out):
             # One logarithm a row: float64 costs nothing and leaves no room for two forms of it to differ.
             out[block] = y.sub_(row_sum(torch.exp(y)).double().log_().float())
         else:
-            out[block] = y.exp_().div_(row_sum(y))
+            y.exp_()
+            out[block] = y.div_(row_sum(y))
 
 
 def reduce(x, mean, out):

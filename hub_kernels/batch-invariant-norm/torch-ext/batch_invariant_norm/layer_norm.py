@@ -71,7 +71,7 @@ def _layer_norm_op(
     return _launch.layer_norm(x, weight, bias, eps, columns, xhat, product, out)
 
 
-@_layer_norm_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("layer_norm"), "cpu")
 def _(x, weight, bias, eps, columns, xhat, product, out):
     return _cpu.layer_norm(x, weight, bias, eps, columns, xhat, product, out)
 

@@ -3,7 +3,7 @@
 from .contract import Tile
 
 # Elements of float32 that the CPU path handles at a time, so that its intermediate results stay in the cache.
-CPU_BLOCK_ELEMENTS = 1 << 18
+CPU_BLOCK_ELEMENTS = 1 << 17
 
 
 def programs(rows: int, tile: Tile) -> int:

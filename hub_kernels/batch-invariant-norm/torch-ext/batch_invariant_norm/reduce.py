@@ -57,7 +57,7 @@ def _reduce_op(x: torch.Tensor, dims: list[int], keepdim: bool, mean: bool, dtyp
     return _over_last_dims(_launch.reduce, x, dims, keepdim, mean, dtype)
 
 
-@_reduce_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("reduce"), "cpu")
 def _(x, dims, keepdim, mean, dtype):
     return _over_last_dims(_cpu.reduce, x, dims, keepdim, mean, dtype)
 

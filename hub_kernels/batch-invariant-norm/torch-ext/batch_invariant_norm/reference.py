@@ -1,7 +1,7 @@
 """What the GPU kernels compute and in which order, in plain torch; the rounding steps are those of the kernels.
 
 Within one tile `tl.sum` adds in a tree that follows from the tile's width and its number of warps (contract.py). Here
-the sum of the CPU path stands for it, so results agree with the kernels' to a few units in the last place, not bit for bit.
+the sum of the CPU path stands for it: results agree with the kernels' to a few units in the last place, not in bits.
 """
 
 import torch
@@ -11,7 +11,7 @@ from .contract import CHUNK_COLUMNS, Rounding, is_single_pass
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum the last dimension of float32 x, keeping it: one tree, or a tree per chunk and a tree over their sums."""
+    """Sum the last dimension of float32 x, keeping it: in one tile, or chunk by chunk and then over the chunks."""
     columns = x.shape[-1]
     if is_single_pass(columns):
         return tile_sum(x)

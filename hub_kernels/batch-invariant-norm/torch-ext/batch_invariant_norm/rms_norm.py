@@ -188,7 +188,7 @@ def _rms_norm_op(
     return _launch.rms_norm(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, rounding)
 
 
-@_rms_norm_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("rms_norm"), "cpu")
 def _(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, factor, xhat, rounded_weight, out):
     rounding = Rounding(factor, xhat, rounded_weight, out)
     return _cpu.rms_norm(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, rounding)

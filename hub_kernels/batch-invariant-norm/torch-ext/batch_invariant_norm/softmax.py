@@ -37,7 +37,7 @@ def _softmax_op(x: torch.Tensor, dim: int, log: bool, dtype: torch.dtype) -> tor
     return _over_last_dim(_launch.softmax, x, dim, log, dtype)
 
 
-@_softmax_op.register_kernel("cpu")
+@torch.library.register_kernel(add_op_namespace_prefix("softmax"), "cpu")
 def _(x, dim, log, dtype):
     return _over_last_dim(_cpu.softmax, x, dim, log, dtype)
 

@@ -1,0 +1,106 @@
+"""The Triton kernels' logic on a CPU, in Triton's interpreter, against float64.
+
+Bits say nothing here: the interpreter multiplies each tile with one NumPy call. bfloat16 products are left out, since
+the interpreter multiplies their integer patterns.
+"""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests run the compiled kernels"),
+]
+
+
+def exact_attention(query, key, value, call, query_offset, key_mask=None, origin=None, mask=None):
+    """float64, (B, Hq, Q, D) -> (B, Q, Hq, Dv)."""
+    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
+    query, key, value = query.double(), *(t.double().repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
+    score = query @ key.mT * call["scale"]
+    if call["softcap"]:
+        score = call["softcap"] * torch.tanh(score / call["softcap"])
+    position = (query_offset[:, None] + torch.arange(q_len))[:, None, :, None]
+    j = torch.arange(kv_len)
+    visible = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool)
+    if call["causal"]:
+        visible &= j <= position
+    if call["window_left"] >= 0:
+        visible &= j >= position - call["window_left"]
+    if call["window_right"] >= 0:
+        visible &= j <= position + call["window_right"]
+    if key_mask is not None:
+        visible &= key_mask[:, None, None]
+    if origin is not None:
+        visible &= (j >= origin[:, None])[:, None, None]
+    if mask is not None:
+        visible = visible & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+        score = score if mask.dtype == torch.bool else score + mask
+    score = score.masked_fill(~visible, -math.inf)
+    if call["sinks"] is not None:
+        column = call["sinks"].double()[None, :, None, None].expand(batch, heads, q_len, 1)
+        return (torch.cat([score, column], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
+    return (score.softmax(-1).nan_to_num(0) @ value).transpose(1, 2)
+
+
+SHAPES = {  # batch, query heads, KV heads, Q, KV, D, Dv
+    "small": (2, 4, 2, 5, 37, 16, 16),
+    "ragged": (1, 3, 1, 20, 20, 24, 32),
+    "two splits": (1, 2, 1, 1, 530, 16, 16),
+}
+CHANGES = {
+    "plain": {},
+    "bidirectional, sinks": {"causal": False, "sinks": True},
+    "window, softcap": {"window_left": 7, "softcap": 5.0},
+    "window on both sides": {"causal": False, "window_left": 3, "window_right": 4},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape, change", [("small", change) for change in CHANGES] + [(s, "plain") for s in SHAPES])
+def test_kernel_computes_attention(module, shape, change, dtype):
+    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size):
+        return torch.randn(*size, generator=generator).to(dtype)
+
+    query, key = random(batch, heads, q_len, head_dim), random(batch, kv_heads, kv_len, head_dim)
+    value = random(batch, kv_heads, kv_len, value_dim)
+    call = dict(causal=True, scale=head_dim**-0.5, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    call |= CHANGES[change]
+    if call["sinks"]:
+        call["sinks"] = random(heads)
+    offset = torch.full((batch,), kv_len - q_len)
+    extras = [
+        {},
+        {
+            "origin": torch.tensor([3, -70][:batch], dtype=torch.int32),
+            "key_mask": torch.rand(batch, kv_len, generator=generator) > 0.3,
+        },
+        {"mask": torch.rand(1, 1, q_len, kv_len, generator=generator) > 0.5},
+        {"mask": random(batch, heads, q_len, kv_len)},
+    ]
+    none = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
+    for extra in extras:
+        exact = exact_attention(query, key, value, call, offset, **extra)
+        for split in (False, True):
+            got = module("_launch").launch_attention(query, key, value, **call, **(none | extra), split=split)
+            assert (got.double() - exact).abs().max() < (3e-3 if dtype == torch.float16 else 2e-6), (extra, split)
+
+
+def test_varlen_segments_are_attended_alone(module):
+    query, key, value = torch.randn(12, 4, 16), torch.randn(60, 2, 16), torch.randn(60, 2, 16)
+    ends_q, ends_k = [0, 5, 5, 12], [0, 30, 33, 60]
+    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
+    call = dict(causal=True, scale=0.25, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    for split in (False, True):
+        got = module("_launch").launch_attention_varlen(query, key, value, *bounds, 7, 30, **call, split=split)
+        for s in (0, 2):
+            q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
+            alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
+            exact = exact_attention(*alone, call, torch.tensor([alone[1].shape[2] - alone[0].shape[2]]))[0]
+            assert (got[q].double() - exact).abs().max() < 2e-6

@@ -1,0 +1,43 @@
+"""Tiles, and whether splits run in one program or in many, are speed only: all give the same bits."""
+
+import pytest
+import torch
+
+HEADS = [(32, 8, 128), (9, 3, 64), (8, 8, 80), (16, 2, 256), (4, 1, 16), (14, 2, 64)]  # query heads, KV heads, head_dim
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits, heads, dtype):
+    launch, plan = module("_launch"), module("plan")
+    query_heads, kv_heads, head_dim = heads
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def states(count, length):
+        return torch.randn(2, count, length, head_dim, device="cuda", generator=generator).to(dtype)
+
+    query, key, value = states(query_heads, 700), states(kv_heads, 1400), states(kv_heads, 1400)
+    sinks = torch.randn(query_heads, device="cuda", generator=generator).to(dtype)
+    origin = torch.tensor([0, 37], dtype=torch.int32, device="cuda")
+    shape = dict(head_dim=head_dim, value_head_dim=head_dim, dtype=dtype)
+    plain = dict(causal=True, scale=head_dim**-0.5, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    plain |= dict(mask=None, key_mask=None, origin=origin, query_offset=None)
+    for change in ({}, {"window_left": 300}, {"softcap": 20.0, "sinks": sinks}):
+        call = plain | change
+        want = launch.launch_attention(query, key, value, **call, split=False)
+        for tile in plan.all_tiles(**shape):
+            for split in (False, True):
+                got = launch.launch_attention(query, key, value, **call, tile=tile, split=split)
+                assert_same_bits(got, want, f"{change}, {tile}, split {split}")
+
+
+def test_splits_cover_every_position_once_and_start_on_blocks(module):
+    contract = module("contract")
+    assert contract.split_begin(0) == 0
+    for split in range(60):
+        begin, end = contract.split_begin(split), contract.split_begin(split + 1)
+        assert begin < end and begin % 64 == 0
+        for position in (begin, end - 1):
+            assert contract.split_of(position) == split
