@@ -85,11 +85,6 @@ def apply_conversion(model: nn.Module, plan: Plan, lenient: bool = False) -> Non
             if lenient:
                 vars(module)[LENIENT] = True
     _set_attention(model, plan)
-    if swaps:
-        counts = Counter(verdict.layer.replace("_", " ") for _, _, verdict in plan.modules if verdict.layer is not None)
-        counts["attention"] = sum(verdict.status == ATTENTION for _, _, verdict in plan.modules)
-        listed = ", ".join(f"{count} {layer}" for layer, count in sorted(counts.items()) if count)
-        logger.info(f"hf_batchinv converted {plan.model}: {listed}")
 
 
 def convert(model: nn.Module, strict: bool = True) -> nn.Module:
@@ -103,13 +98,24 @@ def convert(model: nn.Module, strict: bool = True) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself")
-    plan = plan_conversion(model)
+    plan = convert_part(model, strict)
+    counts = Counter(verdict.layer.replace("_", " ") for _, _, verdict in plan.modules if verdict.layer is not None)
+    if counts:
+        counts["attention"] = sum(verdict.status == ATTENTION for _, _, verdict in plan.modules)
+        listed = ", ".join(f"{count} {layer}" for layer, count in sorted(counts.items()) if count)
+        logger.info(f"hf_batchinv converted {plan.model}: {listed}")
+    return model
+
+
+def convert_part(module: nn.Module, strict: bool) -> Plan:
+    """What `convert` does, without its INFO line; returns the plan that was carried out."""
+    plan = plan_conversion(module)
     if plan.problems:
         if strict:
             raise UnsupportedModelError(plan.model, plan.problems)
-        warnings.warn(f"{plan.model} is only partly batch invariant: {describe(plan.problems)}", stacklevel=2)
-    apply_conversion(model, plan, lenient=not strict)
-    return model
+        warnings.warn(f"{plan.model} is only partly batch invariant: {describe(plan.problems)}", stacklevel=3)
+    apply_conversion(module, plan, lenient=not strict)
+    return plan
 
 
 def revert(model: nn.Module) -> nn.Module:

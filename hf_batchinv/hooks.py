@@ -14,7 +14,7 @@ import inspect
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import _global_module_registration_hooks, register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from . import conversion
@@ -47,8 +47,7 @@ def install() -> None:
     _wrap_classmethod("_from_config", _from_config)
     _wrap_method("set_attn_implementation", _set_attn_implementation)
     _wrap_method("set_use_kernels", _set_use_kernels)
-    if not getattr(nn.Module, "_hf_batchinv_sees_registration", False):
-        nn.Module._hf_batchinv_sees_registration = True
+    if _convert_new_submodule not in _global_module_registration_hooks.values():
         register_module_module_registration_hook(_convert_new_submodule)
 
 
@@ -118,7 +117,7 @@ def _set_use_kernels(original, self, use_kernels, *args, **kwargs):
 def _convert_new_submodule(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     attributes = vars(module)
     if submodule is not None and conversion.MARK in attributes and not _loading.get():
-        conversion.convert(submodule, strict=conversion.LENIENT not in attributes)
+        conversion.convert_part(submodule, strict=conversion.LENIENT not in attributes)
 
 
 # --- helpers ---

@@ -371,7 +371,7 @@ def test_unconverted_model_is_refused():
     ("config", "prepared", "most_graphs"),
     [
         pytest.param(LlamaConfig(**DECODER), True, 1, id="llama, mask made outside as generate does"),
-        # Made inside, the 2-D mask grows and a sliding static cache counts in a Python int: symbols in the second graph.
+        # Made inside, the 2-D mask grows and a sliding static cache counts in an int: symbols in the second graph.
         pytest.param(LlamaConfig(**DECODER), False, 2, id="llama, mask made inside"),
         pytest.param(Gemma2Config(**DECODER, sliding_window=5), False, 2, id="gemma2, mask made inside"),
     ],

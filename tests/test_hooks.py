@@ -9,7 +9,8 @@ from torch import nn
 
 import hf_batchinv
 from hf_batchinv import UnsupportedModelError, conversion, hooks, layers
-from tests.tiny_models import DECODER, MODELS, assert_same_bits, depends_on_the_batch, make, run
+from hf_batchinv.testing import assert_same_bits
+from tests.tiny_models import DECODER, MODELS, depends_on_the_batch, make, run
 
 NAME = "batch_invariant"
 
@@ -89,18 +90,17 @@ def test_a_composite_model_is_converted_whole_and_not_in_parts():
 @pytest.mark.parametrize("name", MODELS)
 def test_set_attn_implementation_converts_and_reverts(name):
     model = make(name)
-    stock = run(model)
+    stock, attention = run(model), model.config._attn_implementation
     model.set_attn_implementation(NAME)
     assert conversion.is_converted(model) and hf_batchinv.audit(model).ok
     assert not depends_on_the_batch(model)
     model.set_attn_implementation("eager")
     assert not conversion.is_converted(model)
-    assert {m.config._attn_implementation for m in model.modules() if isinstance(m, T.PreTrainedModel)} <= {
-        "eager",
-        "sdpa",
-    }
-    model.set_attn_implementation("sdpa")
-    if name != "gemma2":  # its own default is eager on some releases
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(attention)
+    assert model.config._attn_implementation == attention
+    if name != "t5":  # 5.17 leaves the encoder and the decoder of a T5 at "eager"
         assert_same_bits(run(model), stock)
 
 

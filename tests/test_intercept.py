@@ -331,6 +331,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", list(REFUSED))
 @torch.no_grad()
 def test_what_is_not_covered_is_refused_in_a_sentence(name):

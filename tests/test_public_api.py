@@ -25,9 +25,8 @@ def test_names():
 
 
 def test_signatures():
-    parameters = {
-        name: list(inspect.signature(getattr(hf_batchinv, name)).parameters) for name in hf_batchinv.__all__[2:]
-    }
+    functions = {name: getattr(hf_batchinv, name) for name in hf_batchinv.__all__[2:]}
+    parameters = {name: list(inspect.signature(function).parameters) for name, function in functions.items()}
     assert parameters == {
         "audit": ["model"],
         "batch_invariant_mode": [],

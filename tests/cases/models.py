@@ -94,12 +94,14 @@ FAMILIES: dict[str, tuple[str, Callable[[Size], dict]]] = {
 
 
 def build(family: str, device: str, dtype: torch.dtype, cls: str = "AutoModelForCausalLM", **overrides):
-    """A stock model of a family with seeded random weights, in eval mode. `cls`: a class of transformers, often an auto
-    class. It never stops generating early."""
+    """A stock model of a family with seeded random weights and the default attention, in eval mode.
+
+    cls: a class of transformers, often an auto class. overrides: for the config. Generation never stops early.
+    """
     config_name, arguments = FAMILIES[family]
     config = getattr(transformers, config_name)(**{**arguments(size_for(device)), **overrides})
     torch.manual_seed(0)
-    model = getattr(transformers, cls).from_config(config, attn_implementation="sdpa", dtype=dtype)
+    model = getattr(transformers, cls).from_config(config, dtype=dtype)
     # Biases and norm weights start as constants, so that whatever is done with them would go unseen.
     with torch.no_grad():
         for parameter in model.parameters():

@@ -27,7 +27,7 @@ def test_row_has_the_same_bits_in_any_batch(kernel, assert_same_bits, shape, dty
         rows=st.integers(1, 70),
         item=st.integers(0, 9),
         row=st.integers(0, 69),
-        layout=st.sampled_from(["plain", "x transposed", "y transposed", "strided"]),
+        layout=st.sampled_from(["plain", "x transposed", "y transposed", "strided", "offset"]),
     )
     def check(batch, rows, item, row, layout):
         item, row = item % batch, row % rows
@@ -41,6 +41,8 @@ def test_row_has_the_same_bits_in_any_batch(kernel, assert_same_bits, shape, dty
         elif layout == "strided":
             x = torch.stack([x, x], -1)[..., 1]
             y = torch.stack([y, y], 1)[:, 0]
+        elif layout == "offset":
+            x, y = (t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t) for t in (x, y))
         assert_same_bits(kernel.bmm(x, y)[item, row], kernel.bmm(x_alone, y_alone)[0, 0], f"{batch}, {rows}, {layout}")
 
     check()

@@ -95,6 +95,7 @@ def attention_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
+    LANES: tl.constexpr = 16
     # Heads of one sequence run side by side and the last (longest, if causal) row tiles start first.
     pid = tl.program_id(0)
     tile = row_tiles - 1 - pid % row_tiles
@@ -154,21 +155,21 @@ def attention_kernel(
     v_base = value_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + key_row * stride_vn
 
     m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_R,), tl.float32)
+    l = tl.zeros((BLOCK_R, LANES), tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
     if not SPLIT:
         m_total = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        l_total = tl.zeros((BLOCK_R,), tl.float32)
+        l_total = tl.zeros((BLOCK_R, LANES), tl.float32)
         acc_total = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
         split_end = split_begin(first_split + 1)
     for block in range(first_block, last_block):
         if not SPLIT:
             if block * BLOCK_N >= split_end:
                 m_total, scale_total, scale = merge_scales(m_total, m)
-                l_total = merge(l_total, scale_total, l, scale)
+                l_total = merge(l_total, scale_total[:, None], l, scale[:, None])
                 acc_total = merge(acc_total, scale_total[:, None], acc, scale[:, None])
                 m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-                l = tl.zeros((BLOCK_R,), tl.float32)
+                l = tl.zeros((BLOCK_R, LANES), tl.float32)
                 acc = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
                 split_end = split_begin(split_of(block * BLOCK_N) + 1)
         j = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -202,18 +203,19 @@ def attention_kernel(
         score = tl.where(visible, score, float("-inf"))
         v_ptrs = v_base + j.to(tl.int64)[:, None] * stride_vn + dv[None, :]
         v = tl.load(v_ptrs, mask=real[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
-        m, l, acc = step(m, l, acc, score, 1.0 if MASK == 2 else unit, v)
+        m, l, acc = step(m, l, acc, score, 1.0 if MASK == 2 else unit, v, LANES)
 
     if SPLIT:
         slot = ((sequence.to(tl.int64) * kv_heads + kv_head) * (row_tiles * BLOCK_R) + rows) * splits + split
         tl.store(part_state_ptr + slot * 2, m)
-        tl.store(part_state_ptr + slot * 2 + 1, l)
+        tl.store(part_state_ptr + slot * 2 + 1, tl.max(l, 1))
         if last_block > first_block:
             part_ptrs = part_out_ptr + slot[:, None] * VALUE_DIM + dv[None, :]
             tl.store(part_ptrs, acc, mask=inside[:, None] & (dv < VALUE_DIM)[None, :])
     else:
         m_total, scale_total, scale = merge_scales(m_total, m)
-        l_total = merge(l_total, scale_total, l, scale)
+        # The lanes are equal: their maximum is any of them.
+        l_total = tl.max(merge(l_total, scale_total[:, None], l, scale[:, None]), 1)
         acc_total = merge(acc_total, scale_total[:, None], acc, scale[:, None])
         if SINKS:
             sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E

@@ -279,7 +279,7 @@ class _Slab:
                 self._hide_blocks(scores[:, :, columns], first, last, begin, finish - begin)
 
     def _beyond_the_edges(self, first: int, last: int, block: int, blocks: int) -> torch.Tensor:
-        """(rows | 1, queries | 1, keys): 0 where causality, window and length let a query see a key, -1 or less elsewhere.
+        """(rows | 1, queries | 1, keys): 0 where causality, window and length let a query see a key, below 0 elsewhere.
 
         Arithmetic, since a CPU selects by booleans ten times slower than it adds.
         """

@@ -42,7 +42,7 @@ def gather(
 def view_of_blocks(
     source: torch.Tensor, first_block: int, blocks: int, origins: Sequence[int], limits: Sequence[int]
 ) -> torch.Tensor | None:
-    """The blocks of a float32 source (rows, heads, keys, D) as a view (rows * heads, blocks * 64, D), if they are one."""
+    """Blocks of a float32 source (rows, heads, keys, D) as a view (rows * heads, blocks * 64, D), if they are one."""
     rows, heads = source.shape[:2]
     if source.dtype != torch.float32 or source.stride(3) != 1 or len(set(origins)) > 1:
         return None

@@ -2,6 +2,9 @@
 
 State of a row: maximum m (log2 units), sum l of exp2(score - m), output acc = sum of exp2(score - m) * value. Multiply-adds
 are spelt out with `tl.fma`, since a compiler may contract `a * b + c` in one kernel and not in another.
+
+l is a product with ones, LANES equal columns of it, summed like the output: the order of `tl.sum` follows the layout
+that the compiler picks for the scores, which changes with the mask and the tile; a matrix product has one order.
 """
 
 import triton
@@ -15,15 +18,24 @@ def _finite(m):
 
 
 @triton.jit
-def step(m, l, acc, score, unit, value):
-    """Take one KV block. score (R, N) raw, -inf where masked; unit > 0 turns it into log2 units; value (N, Dv)."""
+def step(m, l, acc, score, unit, value, LANES: tl.constexpr):
+    """Take one KV block. score (R, N) raw, -inf where masked; unit > 0 turns it into log2 units; value (N, Dv).
+
+    m (R,), l (R, LANES), acc (R, Dv).
+    """
     m_new = tl.maximum(m, tl.max(score, 1) * unit)
     base = _finite(m_new)
     p = tl.math.exp2(tl.fma(score, tl.zeros_like(score) + unit, tl.zeros_like(score) - base[:, None]))
-    alpha = tl.math.exp2(m - base)
-    l = tl.fma(l, alpha, tl.sum(p, 1))
-    acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(value.dtype), value, acc, input_precision="ieee")
+    alpha = tl.math.exp2(m - base)[:, None]
+    p = p.to(value.dtype)
+    ones = tl.full((value.shape[0], LANES), 1.0, value.dtype)
+    if value.dtype == tl.float32:
+        # The block is summed by itself: one running sum over all keys would lose accuracy that float32 can show.
+        l = tl.fma(l, tl.zeros_like(l) + alpha, tl.dot(p, ones, input_precision="ieee"))
+        acc = tl.fma(acc, tl.zeros_like(acc) + alpha, tl.dot(p, value, input_precision="ieee"))
+    else:
+        l = tl.dot(p, ones, l * alpha)
+        acc = tl.dot(p, value, acc * alpha)
     return m_new, l, acc
 
 

@@ -1,7 +1,7 @@
 """Which tile serves which call: speed only.
 
-The tensor core and `tl.sum` give a row the same bits for every tile below (warps divide the rows, never the keys), so
-the query length may choose freely; a GPU test runs each tile against the others.
+A row is summed by matrix products alone, which give it the same bits in every tile below, so the query length may
+choose freely; a GPU test runs each tile against the others.
 """
 
 from dataclasses import dataclass

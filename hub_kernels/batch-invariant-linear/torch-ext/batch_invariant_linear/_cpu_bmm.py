@@ -40,8 +40,20 @@ def _plan() -> Plan:
 
         return call, x
 
-    return plan_for(("bmm",), lambda: (certify("tiled", _HEIGHTS, make_trial) if allows("tiled") else None)
-                    or Plan("exact"))  # fmt: skip
+    def make() -> Plan:
+        plan = certify("tiled", _HEIGHTS, make_trial) if allows("tiled") else None
+        return plan or Plan("exact")
+
+    return plan_for(("bmm",), make)
+
+
+def _pad(tensor: torch.Tensor, amounts: tuple[int, ...]) -> torch.Tensor:
+    return F.pad(tensor, amounts) if any(amounts) else tensor  # F.pad copies even if there is nothing to add
+
+
+def _aligned(blocks: torch.Tensor) -> torch.Tensor:
+    """The trial ran on aligned memory only, so blocks that still are a view of the caller's may need a copy."""
+    return blocks if blocks.data_ptr() % 64 == 0 else blocks.clone()
 
 
 def _blocked(plan: Plan, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -52,17 +64,17 @@ def _blocked(plan: Plan, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     padding = -items % _ITEMS
 
     # (k block, item, 64, 64), an item being one n block of one batch entry
-    y = F.pad(y.float(), (0, n_blocks * _BLOCK - n, 0, k_blocks * _BLOCK - k))
-    y = y.view(batch, k_blocks, _BLOCK, n_blocks, _BLOCK).permute(1, 0, 3, 2, 4)
-    y = F.pad(y.reshape(k_blocks, items, _BLOCK, _BLOCK), (0, 0, 0, 0, 0, padding))
+    y = _pad(y.float(), (0, n_blocks * _BLOCK - n, 0, k_blocks * _BLOCK - k))
+    y = y.reshape(batch, k_blocks, _BLOCK, n_blocks, _BLOCK).permute(1, 0, 3, 2, 4)
+    y = _aligned(_pad(y.reshape(k_blocks, items, _BLOCK, _BLOCK), (0, 0, 0, 0, 0, padding)))
 
     out = x.new_empty(batch, rows, n, dtype=torch.float32)
     for start, height in plan.tiles(rows):
         end = min(start + height, rows)
-        tile = F.pad(x[:, start:end].float(), (0, k_blocks * _BLOCK - k, 0, height - (end - start)))
-        tile = tile.view(batch, height, k_blocks, _BLOCK).permute(2, 0, 1, 3)
+        tile = _pad(x[:, start:end].float(), (0, k_blocks * _BLOCK - k, 0, height - (end - start)))
+        tile = tile.reshape(batch, height, k_blocks, _BLOCK).permute(2, 0, 1, 3)
         tile = tile[:, :, None].expand(k_blocks, batch, n_blocks, height, _BLOCK)
-        tile = F.pad(tile.reshape(k_blocks, items, height, _BLOCK), (0, 0, 0, 0, 0, padding))
+        tile = _aligned(_pad(tile.reshape(k_blocks, items, height, _BLOCK), (0, 0, 0, 0, 0, padding)))
         total = torch.cat([_sum_of_blocks(tile, y, first) for first in range(0, items + padding, _ITEMS)])[:items]
         total = total.view(batch, n_blocks, height, _BLOCK).permute(0, 2, 1, 3).reshape(batch, height, -1)
         out[:, start:end] = total[:, : end - start, :n]

@@ -13,14 +13,14 @@ def accumulate(
     stride_wk,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    COMPENSATED: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Sum of x[m, k] * w[n, k] over ascending k, in float32: (BLOCK_M, BLOCK_N), or its transpose if SWAP.
 
-    COMPENSATED: BLOCK_K is the contract's chunk; each chunk is summed by itself and added with Kahan's compensation.
+    GROUP_K: 0 for one pass; else BLOCK_K is the contract's chunk and GROUP_K its group: each chunk is summed by itself.
     K past the end is loaded as zeros, whose products leave an accumulator as it is.
     """
     k = tl.arange(0, BLOCK_K)
@@ -30,8 +30,7 @@ def accumulate(
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if COMPENSATED:
-        lost = acc
+    total = acc
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             x = tl.load(x_ptrs)
@@ -40,16 +39,15 @@ def accumulate(
             inside = (k < K - start)[None, :]
             x = tl.load(x_ptrs, mask=inside, other=0.0)
             w = tl.load(w_ptrs, mask=inside, other=0.0)
-        if COMPENSATED:
-            term = tl.dot(x, tl.trans(w), input_precision="ieee") - lost
-            total = acc + term
-            lost = (total - acc) - term
-            lost = tl.where(lost == lost, lost, 0.0)  # an infinite total has lost nothing
-            acc = total
+        if GROUP_K:
+            if start % GROUP_K == 0:
+                total += acc
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            acc += tl.dot(x, tl.trans(w), input_precision="ieee")
         elif SWAP:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
         x_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_xk
         w_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_wk
-    return acc
+    return total + acc if GROUP_K else acc

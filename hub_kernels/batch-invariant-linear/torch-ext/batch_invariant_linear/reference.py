@@ -11,16 +11,14 @@ from .contract import linear_contract
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (M, K), weight (N, K), bias (N,) -> (M, N): chunks of K from left to right in float32, one rounding."""
     n, k = weight.shape
-    contract = linear_contract(n=n, k=k, dtype=x.dtype)
+    order = linear_contract(n=n, k=k, dtype=x.dtype)
     y = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
-    lost = torch.zeros_like(y)  # what rounding took from y
-    for start in range(0, k, contract.k_chunk):
-        end = start + contract.k_chunk
-        term = x[:, start:end].float() @ weight[:, start:end].float().t() - lost
-        total = y + term
-        if contract.compensated:
-            lost = ((total - y) - term).nan_to_num(nan=0.0)
-        y = total
+    for first in range(0, k, order.k_group):
+        group = torch.zeros_like(y)
+        for start in range(first, min(first + order.k_group, k), order.k_chunk):
+            chunk = slice(start, start + order.k_chunk)
+            group += x[:, chunk].float() @ weight[:, chunk].float().t()
+        y += group
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype)
