@@ -14,9 +14,8 @@ def environment() -> dict[str, str | int]:
     import triton
 
     properties = torch.cuda.get_device_properties(0)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=True
-    )
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True)
     return {
         "device": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",

@@ -1,7 +1,7 @@
 """The axes of the guarantee: one sequence, run in every way that must not change its bits.
 
-`run_axes(model, ids, plan)` yields (axis, got, want): logits of the sequence's real tokens in some surrounding, and those
-of the sequence alone in one plain forward.
+Iterating over `Axes(model, ids, plan)` gives (axis, got, want): logits of the sequence's real tokens in some
+surrounding, and those of the sequence alone in one plain forward.
 """
 
 from collections.abc import Iterator

@@ -39,7 +39,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, device: str = "c
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     # Biases and norm weights start as constants: make them matter.
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model.to(device).eval()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.axes import Axes, AxesPlan, failures
-from tests.families import FAMILIES, tiny_model
 
 import hf_batchinv
+from tests.axes import Axes, AxesPlan, failures
+from tests.families import FAMILIES, tiny_model
 
 CPU = [("cpu", torch.float32), ("cpu", torch.bfloat16)]
 GPU = [("cuda", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]

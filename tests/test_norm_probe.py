@@ -40,7 +40,7 @@ def build(cls):
             module = cls(*arguments)
         except Exception:  # noqa: S112 (takes a config or more: not for this sweep)
             continue
-        return None if module._modules else module
+        return module if isinstance(module, nn.Module) and not module._modules else None
     return None
 
 

@@ -170,15 +170,19 @@ def test_masks_in_every_form_give_the_same_bits(kernel, assert_same_bits, dtype)
 def test_error_is_at_most_that_of_stock(kernel, exact_attention, stock_attention, dtype, shape, q_len):
     query_heads, kv_heads, dim, value_dim = shape
     ours = theirs = 0.0
+    largest = 0.0
     for seed in range(4):
         generator = torch.Generator("cuda").manual_seed(seed)
         query = torch.randn(2, query_heads, q_len, dim, generator=generator, device="cuda").to(dtype)
         key = torch.randn(2, kv_heads, 600, dim, generator=generator, device="cuda").to(dtype)
         value = torch.randn(2, kv_heads, 600, value_dim, generator=generator, device="cuda").to(dtype)
         exact = exact_attention(query, key, value, causal=True)
-        ours += (kernel.attention(query, key, value, causal=True).double() - exact).abs().max().item()
-        theirs += (stock_attention(query, key, value).double() - exact).abs().max().item()
-    assert ours <= 1.1 * theirs + 1e-7, (ours, theirs)
+        ours += (kernel.attention(query, key, value, causal=True).double() - exact).square().mean().item()
+        theirs += (stock_attention(query, key, value).double() - exact).square().mean().item()
+        largest = max(largest, exact.abs().max().item())
+    # Root mean square over all draws; half a unit in the last place of the largest result is its own rounding.
+    floor = largest * torch.finfo(torch.float32).eps / 4
+    assert (ours / 4) ** 0.5 <= 1.1 * (theirs / 4) ** 0.5 + floor, (ours, theirs, floor)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -9,7 +9,7 @@ total as it ends, or (SPLIT) takes a single split and leaves the same folding to
 import triton
 import triton.language as tl
 
-from ._softmax_step import merge, merge_scales, normalise, sink_scales, step, tanh
+from ._softmax_step import merge, merge_scales, normalise, sink_scales, step, tanh, to_log2
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def attention_kernel(
     kv_heads,
     row_tiles,
     splits,
-    unit,  # scale in log2 units, or 1 / log2 factor after softcap
+    unit,  # log2(e) times scale, or times softcap
     softcap_in,  # scale / softcap
     mask_floor,
     window_left,
@@ -155,21 +155,21 @@ def attention_kernel(
     v_base = value_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + key_row * stride_vn
 
     m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_R, LANES), tl.float32)
+    weight = tl.zeros((BLOCK_R, LANES), tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
     if not SPLIT:
         m_total = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        l_total = tl.zeros((BLOCK_R, LANES), tl.float32)
+        weight_total = tl.zeros((BLOCK_R, LANES), tl.float32)
         acc_total = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
         split_end = split_begin(first_split + 1)
     for block in range(first_block, last_block):
         if not SPLIT:
             if block * BLOCK_N >= split_end:
                 m_total, scale_total, scale = merge_scales(m_total, m)
-                l_total = merge(l_total, scale_total[:, None], l, scale[:, None])
+                weight_total = merge(weight_total, scale_total[:, None], weight, scale[:, None])
                 acc_total = merge(acc_total, scale_total[:, None], acc, scale[:, None])
                 m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-                l = tl.zeros((BLOCK_R, LANES), tl.float32)
+                weight = tl.zeros((BLOCK_R, LANES), tl.float32)
                 acc = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
                 split_end = split_begin(split_of(block * BLOCK_N) + 1)
         j = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -189,6 +189,7 @@ def attention_kernel(
             visible = visible & (j[None, :] <= position[:, None] + window_right)
         if SOFTCAP:
             score = tanh(score * softcap_in)
+        bias = 0.0
         if MASK != 0:
             mask_ptrs = mask_ptr + batch.to(tl.int64) * stride_mb + head.to(tl.int64)[:, None] * stride_mh
             mask_ptrs += i.to(tl.int64)[:, None] * stride_mm + j.to(tl.int64)[None, :] * stride_mn
@@ -196,32 +197,31 @@ def attention_kernel(
             if MASK == 1:
                 visible = visible & (extra != 0)
             else:
-                bias = extra.to(tl.float32)
-                visible = visible & (bias > mask_floor)
-                # In log2 units from here on: the mask is added to the scaled score.
-                score = tl.fma(score, tl.zeros_like(score) + unit, bias * LOG2E)
+                visible = visible & (extra.to(tl.float32) > mask_floor)
+                bias = extra.to(tl.float32) * LOG2E
+        score = to_log2(score, unit, bias)
         score = tl.where(visible, score, float("-inf"))
         v_ptrs = v_base + j.to(tl.int64)[:, None] * stride_vn + dv[None, :]
         v = tl.load(v_ptrs, mask=real[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
-        m, l, acc = step(m, l, acc, score, 1.0 if MASK == 2 else unit, v, LANES)
+        m, weight, acc = step(m, weight, acc, score, v, LANES)
 
     if SPLIT:
         slot = ((sequence.to(tl.int64) * kv_heads + kv_head) * (row_tiles * BLOCK_R) + rows) * splits + split
         tl.store(part_state_ptr + slot * 2, m)
-        tl.store(part_state_ptr + slot * 2 + 1, tl.max(l, 1))
+        tl.store(part_state_ptr + slot * 2 + 1, tl.max(weight, 1))
         if last_block > first_block:
             part_ptrs = part_out_ptr + slot[:, None] * VALUE_DIM + dv[None, :]
             tl.store(part_ptrs, acc, mask=inside[:, None] & (dv < VALUE_DIM)[None, :])
     else:
         m_total, scale_total, scale = merge_scales(m_total, m)
         # The lanes are equal: their maximum is any of them.
-        l_total = tl.max(merge(l_total, scale_total[:, None], l, scale[:, None]), 1)
+        weight_total = tl.max(merge(weight_total, scale_total[:, None], weight, scale[:, None]), 1)
         acc_total = merge(acc_total, scale_total[:, None], acc, scale[:, None])
         if SINKS:
-            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-            scale_out, l_total = sink_scales(m_total, l_total, sink)
+            sink = to_log2(tl.load(sinks_ptr + head).to(tl.float32), LOG2E, 0.0)
+            scale_out, weight_total = sink_scales(m_total, weight_total, sink)
             acc_total = acc_total * scale_out[:, None]
-        result = normalise(acc_total, l_total[:, None])
+        result = normalise(acc_total, weight_total[:, None])
         out_row = (batch.to(tl.int64) * q_len + query_row + i) * (kv_heads * GROUP) + head
         out_ptrs = out_ptr + out_row[:, None] * VALUE_DIM + dv[None, :]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (dv < VALUE_DIM)[None, :])
@@ -263,7 +263,7 @@ def combine_kernel(
         slot = ((batch * kv_heads + kv_head) * padded_rows + row) * splits
         dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
         m_total = tl.full((1,), float("-inf"), tl.float32)
-        l_total = tl.zeros((1,), tl.float32)
+        weight_total = tl.zeros((1,), tl.float32)
         acc_total = tl.zeros((1, BLOCK_DV), tl.float32)
         one = tl.arange(0, 1)
         for first in range(0, splits, BLOCK_S):
@@ -271,17 +271,17 @@ def combine_kernel(
                 split = first + s
                 at = slot + split + one
                 m = tl.load(part_state_ptr + at * 2, mask=(split + one) < splits, other=float("-inf"))
-                l = tl.load(part_state_ptr + at * 2 + 1, mask=(split + one) < splits, other=0.0)
+                weight = tl.load(part_state_ptr + at * 2 + 1, mask=(split + one) < splits, other=0.0)
                 # An empty split wrote no output: leave its memory alone.
                 filled = (m > float("-inf"))[:, None] & (dv < VALUE_DIM)[None, :]
                 acc = tl.load(part_out_ptr + at[:, None] * VALUE_DIM + dv[None, :], mask=filled, other=0.0)
                 m_total, scale_total, scale = merge_scales(m_total, m)
-                l_total = merge(l_total, scale_total, l, scale)
+                weight_total = merge(weight_total, scale_total, weight, scale)
                 acc_total = merge(acc_total, scale_total[:, None], acc, scale[:, None])
         if SINKS:
-            sink = tl.load(sinks_ptr + head + one).to(tl.float32) * LOG2E
-            scale_out, l_total = sink_scales(m_total, l_total, sink)
+            sink = to_log2(tl.load(sinks_ptr + head + one).to(tl.float32), LOG2E, 0.0)
+            scale_out, weight_total = sink_scales(m_total, weight_total, sink)
             acc_total = acc_total * scale_out[:, None]
-        result = normalise(acc_total, l_total[:, None])
+        result = normalise(acc_total, weight_total[:, None])
         out_ptrs = out_ptr + (out_row * (kv_heads * GROUP) + head) * VALUE_DIM + dv[None, :] + one[:, None]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=(dv < VALUE_DIM)[None, :] & (one == 0)[:, None])

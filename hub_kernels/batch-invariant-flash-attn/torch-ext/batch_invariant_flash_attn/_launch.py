@@ -1,4 +1,4 @@
-"""Launch the Triton kernels: look the tile up, size grid and workspace, nothing else. Imported at the first GPU call."""
+"""Launch the Triton kernels: look the tile up, size grid and workspace. Imported at the first GPU call."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from ._attention_kernel import attention_kernel, combine_kernel
 LOG2E = math.log2(math.e)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _multiprocessors(index: int) -> int:
     # order-free: decides only whether splits run in one program or in several
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -1,10 +1,11 @@
 """The arithmetic of the running softmax, shared by every kernel of this package.
 
-State of a row: maximum m (log2 units), sum l of exp2(score - m), output acc = sum of exp2(score - m) * value. Multiply-adds
-are spelt out with `tl.fma`, since a compiler may contract `a * b + c` in one kernel and not in another.
+State of a row: maximum m (log2 units), weight = sum of exp2(score - m), acc = sum of exp2(score - m) * value.
+Multiply-adds are spelt out with `tl.fma`, since a compiler may contract `a * b + c` in one kernel and not in another.
 
-l is a product with ones, LANES equal columns of it, summed like the output: the order of `tl.sum` follows the layout
-that the compiler picks for the scores, which changes with the mask and the tile; a matrix product has one order.
+The weight is a product with ones, LANES equal columns of it, summed like the output. `tl.sum` would not do: its order
+follows the layout that the compiler picks for the scores, which changes with the mask and the tile; a matrix product has
+one order.
 """
 
 import triton
@@ -18,25 +19,30 @@ def _finite(m):
 
 
 @triton.jit
-def step(m, l, acc, score, unit, value, LANES: tl.constexpr):
-    """Take one KV block. score (R, N) raw, -inf where masked; unit > 0 turns it into log2 units; value (N, Dv).
+def to_log2(score, unit, bias):
+    """score * unit + bias, rounded once, whether or not a mask adds a bias (0.0 if not)."""
+    return tl.fma(score, tl.zeros_like(score) + unit, tl.zeros_like(score) + bias)
 
-    m (R,), l (R, LANES), acc (R, Dv).
+
+@triton.jit
+def step(m, weight, acc, score, value, LANES: tl.constexpr):
+    """Take one KV block: m (R,), weight (R, LANES), acc (R, Dv); score (R, N) in log2 units, -inf where masked;
+    value (N, Dv).
     """
-    m_new = tl.maximum(m, tl.max(score, 1) * unit)
+    m_new = tl.maximum(m, tl.max(score, 1))
     base = _finite(m_new)
-    p = tl.math.exp2(tl.fma(score, tl.zeros_like(score) + unit, tl.zeros_like(score) - base[:, None]))
+    p = tl.math.exp2(score - base[:, None])
     alpha = tl.math.exp2(m - base)[:, None]
     p = p.to(value.dtype)
     ones = tl.full((value.shape[0], LANES), 1.0, value.dtype)
     if value.dtype == tl.float32:
         # The block is summed by itself: one running sum over all keys would lose accuracy that float32 can show.
-        l = tl.fma(l, tl.zeros_like(l) + alpha, tl.dot(p, ones, input_precision="ieee"))
+        weight = tl.fma(weight, tl.zeros_like(weight) + alpha, tl.dot(p, ones, input_precision="ieee"))
         acc = tl.fma(acc, tl.zeros_like(acc) + alpha, tl.dot(p, value, input_precision="ieee"))
     else:
-        l = tl.dot(p, ones, l * alpha)
+        weight = tl.dot(p, ones, weight * alpha)
         acc = tl.dot(p, value, acc * alpha)
-    return m_new, l, acc
+    return m_new, weight, acc
 
 
 @triton.jit
@@ -54,16 +60,16 @@ def merge(total, scale_total, part, scale_part):
 
 
 @triton.jit
-def sink_scales(m, l, sink):
+def sink_scales(m, weight, sink):
     """Let a learned logit (log2 units) take its share of the sum: factor of the output, new sum."""
     m_new, scale, share = merge_scales(m, sink)
-    return scale, tl.fma(l, scale, share)
+    return scale, tl.fma(weight, scale, share)
 
 
 @triton.jit
-def normalise(acc, l):
-    """acc / l; a row that saw no key gives zeros."""
-    return tl.where(l == 0.0, 0.0, acc / tl.where(l == 0.0, 1.0, l))
+def normalise(acc, weight):
+    """acc / weight; a row that saw no key gives zeros."""
+    return tl.where(weight == 0.0, 0.0, acc / tl.where(weight == 0.0, 1.0, weight))
 
 
 @triton.jit

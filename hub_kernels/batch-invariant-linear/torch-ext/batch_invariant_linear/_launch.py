@@ -11,7 +11,7 @@ from ._grouped_linear_kernel import grouped_linear_kernel
 from ._linear_kernel import linear_kernel, linear_tma_kernel
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _device(index: int | None) -> tuple[int, bool]:
     """(multiprocessors, has tensor descriptors in hardware); a CPU under Triton's interpreter has index None."""
     if index is None:
