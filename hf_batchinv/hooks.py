@@ -1,8 +1,9 @@
 """Make `attn_implementation="batch_invariant"` do the whole job, wherever Transformers takes it.
 
 Importing hf_batchinv wraps `from_pretrained`, `_from_config`, `set_attn_implementation` and `set_use_kernels` of
-PreTrainedModel, once. A model whose attention is "batch_invariant" is converted when loading has ended, after
-accelerate has placed its hooks; any other model goes through the stock code and nothing else.
+PreTrainedModel, and the question whether `generate` should compile, once. A model whose attention is "batch_invariant"
+is converted when loading has ended, after accelerate has placed its hooks; any other model goes through the stock code
+and nothing else.
 
 A second, inert hook sees modules being registered. If a submodule is put into a converted model (an adapter, a resized
 head), it is converted too, so that no stock layer gets in unseen.
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks, register_module_module_registration_hook
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from . import conversion
 from .dispatch import ATTENTION_NAME
@@ -47,6 +48,7 @@ def install() -> None:
     _wrap_classmethod("_from_config", _from_config)
     _wrap_method("set_attn_implementation", _set_attn_implementation)
     _wrap_method("set_use_kernels", _set_use_kernels)
+    _wrap_method("_valid_auto_compile_criteria", _valid_auto_compile_criteria, GenerationMixin)
     if _convert_new_submodule not in _global_module_registration_hooks.values():
         register_module_module_registration_hook(_convert_new_submodule)
 
@@ -57,10 +59,10 @@ def _wrap_classmethod(name: str, wrapper) -> None:
         setattr(PreTrainedModel, name, classmethod(_wrapped(original, wrapper)))
 
 
-def _wrap_method(name: str, wrapper) -> None:
-    original = vars(PreTrainedModel)[name]
+def _wrap_method(name: str, wrapper, cls: type = PreTrainedModel) -> None:
+    original = vars(cls)[name]
     if not hasattr(original, "_hf_batchinv"):
-        setattr(PreTrainedModel, name, _wrapped(original, wrapper))
+        setattr(cls, name, _wrapped(original, wrapper))
 
 
 def _wrapped(original, wrapper):
@@ -112,6 +114,12 @@ def _set_use_kernels(original, self, use_kernels, *args, **kwargs):
     if use_kernels and conversion.is_converted(self):
         raise ValueError(_USE_KERNELS)
     return original(self, use_kernels, *args, **kwargs)
+
+
+def _valid_auto_compile_criteria(original, self, *args, **kwargs):
+    # With a static cache on a GPU, generate() compiles decoding on its own: Inductor fuses elementwise code, drops
+    # roundings in between, and decoding no longer has the bits of the eager prefill.
+    return not conversion.is_converted(self) and original(self, *args, **kwargs)
 
 
 def _convert_new_submodule(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

@@ -118,7 +118,10 @@ def scan(cls: type) -> Scan:
 
 
 def _function(member: object) -> object:
-    """Return the plain function behind a static attribute of a class, decorators undone."""
+    """Return the plain function behind an attribute of a class or a global name, decorators undone."""
+    if isinstance(member, nn.Module):  # `kernels` wraps functions that the Hub may replace in a module each
+        cells = [cell.cell_contents for cell in getattr(type(member).forward, "__closure__", None) or ()]
+        member = next((content for content in cells if isinstance(content, types.FunctionType)), member)
     if isinstance(member, (staticmethod, classmethod)):
         member = member.__func__
     elif isinstance(member, property):

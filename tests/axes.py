@@ -104,6 +104,8 @@ class Axes:
         n, new = self.length, self.plan.new_tokens
         run = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, output_logits=True)
         run.update(return_dict_in_generate=True, pad_token_id=0)
+        if not getattr(self.model, "_batch_invariant", False):
+            run["disable_compile"] = True  # the stock model differs without it, too, and compiling takes a minute
         for pad, extra in ((0, {}), (0, {"use_cache": False}), (0, {"cache_implementation": "static"}), (9, {})):
             ids = self.mates(3, n + pad) if pad else self.ids
             at = 2 if pad else 0

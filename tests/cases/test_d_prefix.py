@@ -77,8 +77,8 @@ class PrefixScorer:
         ids = prompt.tolist()
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, ids, strict=False))
         common = min(sum(1 for _ in pairs), len(ids) - 1)
-        if self.ids:
-            self.cache.crop(common)
+        if surplus := len(self.ids) - common:
+            self.cache.crop(-surplus)
         rest = self.model(prompt[None, common:], past_key_values=self.cache, use_cache=True).logits[0]
         self.logits = rest if self.logits is None else torch.cat([self.logits[:common], rest])
         self.ids = ids

@@ -25,10 +25,12 @@ from .contract import mask_floor
 
 # Bytes of scores per thread that a tile aims at (they should stay in the second-level cache), and the most bytes that
 # the scores of one item may take before its tile gets lower.
-_SCORES_PER_THREAD = 4 << 20
+_SCORES_PER_THREAD = 6 << 20
 _SCORES_PER_ITEM = 16 << 20
 # Bytes per thread of keys that are copied at a time when they are used once.
 _PIECE_PER_THREAD = 1 << 20
+# The maximum of a row that sees nothing: -inf less this is still -inf, where -inf less -inf is NaN.
+_LEAST_MAXIMUM = -3e38
 # Multiplied twice: takes -1 to -inf and 0 to 0.
 _HUGE = 1e38
 
@@ -198,8 +200,10 @@ class _Slab:
 
     def keep_keys(self, keep: bool) -> None:
         """Gather all keys and values now (several tiles need them) or piece by piece when needed."""
+        if not keep:
+            return
         first, last = self._blocks_in_sight(0, self.call.query.shape[2])
-        if keep and first < last:
+        if first < last:
             keys, values = (self._take(source, first, last - first, None) for source in (self.key, self.value))
             self.kept = first, keys, values.split(BLOCK, 1)
 
@@ -227,7 +231,7 @@ class _Slab:
         sinks = self._sinks(height, queries)
         if sinks is not None:
             maximum = torch.maximum(maximum, sinks)
-        maximum.masked_fill_(maximum == float("-inf"), 0.0)
+        maximum.clamp_(min=_LEAST_MAXIMUM)
         weights = weights_(scores.sub_(maximum[..., None])).split(BLOCK, 2)
 
         head_dim = call.value.shape[-1]
@@ -240,7 +244,7 @@ class _Slab:
         weight_sum = _tree_sum(lanes)
         if sinks is not None:
             weight_sum += weights_(sinks - maximum)[..., None]
-        weight_sum.masked_fill_(weight_sum == 0, 1.0)  # a row that sees nothing: 0 / 1
+        weight_sum.clamp_(min=1.0)  # the largest weight is 1, so this changes a row that sees nothing only: 0 / 1
         result = total.div_(weight_sum).view(self.count, self.kv_heads, height, head_dim)[:, :, :used]
         result = result.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
         out[self.rows, first:last, self.query_heads].unflatten(2, (self.kv_heads, group)).copy_(result)

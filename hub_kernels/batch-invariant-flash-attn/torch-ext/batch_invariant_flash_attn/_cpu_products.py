@@ -26,7 +26,7 @@ import torch
 
 BLOCK = 64  # keys per block: the length of the sum in `values`
 
-HEIGHTS = (8, 16, 32, 64)
+HEIGHTS = (8, 16, 32, 64, 128, 192)
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 WIDTHS = (64, 128, 256, 512, 1024)
 ENGINES = ("fused", "plain", "ordered")

@@ -4,8 +4,8 @@ State of a row: maximum m (log2 units), weight = sum of exp2(score - m), acc = s
 Multiply-adds are spelt out with `tl.fma`, since a compiler may contract `a * b + c` in one kernel and not in another.
 
 The weight is a product with ones, LANES equal columns of it, summed like the output. `tl.sum` would not do: its order
-follows the layout that the compiler picks for the scores, which changes with the mask and the tile; a matrix product has
-one order.
+follows the layout that the compiler picks for the scores, which changes with the mask and the tile. A matrix product
+has one order.
 """
 
 import triton

@@ -13,7 +13,6 @@ class Linear(nn.Module):
     bias: torch.Tensor | None
 
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)
@@ -26,7 +25,6 @@ class Conv1D(nn.Module):
     bias: torch.Tensor | None
 
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight.t(), self.bias)

@@ -16,7 +16,6 @@ class RMSNorm(nn.Module):
     weight: torch.Tensor
     variance_epsilon: float
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
@@ -28,7 +27,6 @@ class RMSNormFloat32Weight(nn.Module):
     weight: torch.Tensor
     variance_epsilon: float
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, cast_before_weight=False)
@@ -40,7 +38,6 @@ class RMSNormZeroCentered(nn.Module):
     weight: torch.Tensor
     eps: float
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, cast_before_weight=False, weight_offset=1.0)
@@ -52,7 +49,6 @@ class T5LayerNorm(nn.Module):
     weight: torch.Tensor
     variance_epsilon: float
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, cast_to_weight_dtype=True)
@@ -64,7 +60,6 @@ class RMSNormGated(nn.Module):
     weight: torch.Tensor
     variance_epsilon: float
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return rms_norm_gated(hidden_states, gate, self.weight, self.variance_epsilon)
@@ -77,7 +72,6 @@ class RMSNormGatedGrouped(nn.Module):
     variance_epsilon: float
     group_size: int
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         return rms_norm_gated(
@@ -93,7 +87,6 @@ class LayerNorm(nn.Module):
     normalized_shape: tuple[int, ...]
     eps: float
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -105,7 +98,6 @@ class CohereLayerNorm(nn.Module):
     weight: torch.Tensor
     variance_epsilon: float
     can_torch_compile = True
-    has_backward = False
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return layer_norm(hidden_states, self.weight.shape, self.weight, None, self.variance_epsilon)
