@@ -157,6 +157,9 @@ def _set_attention(model: nn.Module, plan: Plan) -> None:
             if not isinstance(config, PreTrainedConfig):
                 continue
             tree = _tree(config)
+            for ours in tree:  # "paged|batch_invariant", which continuous batching sets for a time
+                if id(ours) not in plan.attention_stays and not _must_change(ours, plan):
+                    ours._attn_implementation_internal = ATTENTION_NAME
             if not any(_must_change(stock, plan) for stock in tree):
                 continue
             vars(module)[name] = copy.deepcopy(config, copies)
@@ -174,7 +177,7 @@ def _set_attention(model: nn.Module, plan: Plan) -> None:
 
 
 def _must_change(config: PreTrainedConfig, plan: Plan) -> bool:
-    is_ours = str(config._attn_implementation).endswith(ATTENTION_NAME)  # "paged|batch_invariant" is ours, too
+    is_ours = str(config._attn_implementation).endswith(ATTENTION_NAME)
     return is_ours if id(config) in plan.attention_stays else not is_ours
 
 

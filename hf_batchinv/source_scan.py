@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 # Calls that sum floats, so that their order of summation counts; exact ones (max, any, argmax, topk) are not listed.
@@ -198,7 +199,9 @@ class _Reader:
             self._super_call(function, node, callee.attr)
             return
         chain = _chain(callee)
-        if (kind := _kind_of(callee.attr)) is not None:
+        if self._is_opaque(function, chain):
+            self._found(function, node, REDUCTION)
+        elif (kind := _kind_of(callee.attr)) is not None:
             root = function.__globals__.get(chain[0]) if chain else None
             host_side = isinstance(root, types.ModuleType) and root.__name__.split(".")[0] in ("math", "numpy")
             method = chain[:1] == ("self",) and len(chain) == 2 and inspect.getattr_static(self.cls, callee.attr, None)
@@ -206,6 +209,11 @@ class _Reader:
                 self._found(function, node, kind, chain[1:] if chain[:1] == ("self",) else ())
         elif len(chain) == 2 and isinstance(module := function.__globals__.get(chain[0]), (types.ModuleType, type)):
             self._follow(function, inspect.getattr_static(module, callee.attr, None))
+
+    def _is_opaque(self, function, chain: tuple[str, ...]) -> bool:
+        """True for torch.ops.*, and for the `apply` of an autograd function: nothing is known about what they do."""
+        owner = function.__globals__.get(chain[0]) if chain[1:] == ("apply",) else None
+        return chain[:2] == ("torch", "ops") or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function))
 
     def _super_call(self, function, node: ast.Call, name: str) -> None:
         """Follow super().name(...) to the class that defines it."""

@@ -386,6 +386,17 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+
+class Opaque(nn.Module):
+    def forward(self, x):
+        return Squares.apply(torch.ops.aten.relu(x))
+
+
 def patched(module):
     module.forward = lambda x: x
     return module
@@ -457,6 +468,10 @@ PARTS = {
             ("0", "Reducing", "`x.mean(-1, keepdim=True)` in helper"),
             ("0", "Reducing", "`x.cumsum(-1)` in Reducing.other"),
         ],
+    ),
+    "opaque calls": (
+        lambda: nn.Sequential(Opaque()),
+        [("0", "Opaque", "`torch.ops.aten.relu(x)` in Opaque.forward"), ("0", "Opaque", "`Squares.apply(")],
     ),
     "unknown norm": (lambda: OddNorm(), [("", "OddNorm", "computes no norm formula that is known here")]),
     "linear with its own forward": (

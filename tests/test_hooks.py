@@ -106,8 +106,13 @@ def test_set_attn_implementation_converts_and_reverts(name):
 
 def test_the_paged_name_of_continuous_batching_keeps_a_model_converted():
     model = hf_batchinv.convert(make("llama"))
+    config = model.config
     hooks._set_attn_implementation(lambda *arguments: None, model, f"paged|{NAME}")
     assert conversion.is_converted(model)
+    config._attn_implementation_internal = f"paged|{NAME}"
+    model.set_attn_implementation(NAME)
+    assert model.config is config and config._attn_implementation == NAME
+    assert hf_batchinv.revert(model).config._attn_implementation == "sdpa"
 
 
 def test_from_pretrained_of_the_package(saved):

@@ -64,7 +64,7 @@ def batch_invariant_class(stock: type, layer: str, options: tuple = ()) -> type:
 def _reduce_ex(self, protocol):
     # The class is made at run time, so pickle and deepcopy are told how to make it again.
     origin = origin_of(self)
-    _, _, *rest = super(type(self), self).__reduce_ex__(max(protocol, 2))
+    _, _, *rest = origin.stock_class.__reduce_ex__(self, max(protocol, 2))
     return (rebuild, (origin.stock_class, origin.layer, origin.options), *rest)
 
 

@@ -30,6 +30,7 @@ def test_case_001_transformers_28732_same_text_alone_and_in_a_batch_of_three(fam
         yield "mates of equal length", model(texts).logits[0], alone
         batch = Batch([texts[0], texts[1, :5], texts[2, :3]], "right")
         yield "shorter mates", batch.real(model(**batch.inputs).logits, 0), alone
+        yield "texts of one token", model(texts[:, :1]).logits[0], model(texts[:1, :1]).logits[0]
 
     check(model, comparisons)
 
@@ -44,6 +45,7 @@ def test_case_002_transformers_26869_llama_logits_in_a_batch_that_holds_a_row_tw
     def comparisons():
         alone = model(texts[:1]).logits
         alone_sum = token_log_probs(model, alone, texts[:1]).sum(-1)
+        yield "texts of one token", model(texts[:2, :1]).logits[1], model(texts[:1, :1]).logits[0]
         for rows in (2, 5, 16):
             together = model(texts[:rows]).logits
             sums = token_log_probs(model, together, texts[:rows]).sum(-1)

@@ -124,3 +124,8 @@ def test_case_052_transformers_40098_classifier_from_embeddings(device, dtype):
 def test_case_052_transformers_40098_mamba2_is_refused():
     """Mamba 2, also named in the report, mixes tokens by a convolution and a state-space scan: refused by name."""
     check_refused(build_refused("mamba2"), "mixer")
+
+
+def test_case_050_transformers_24801_whisper_is_refused():
+    """Whisper, also named in the report, begins with convolutions over time: refused by name."""
+    check_refused(build_refused("whisper", cls="AutoModelForSpeechSeq2Seq"), "Conv1d")

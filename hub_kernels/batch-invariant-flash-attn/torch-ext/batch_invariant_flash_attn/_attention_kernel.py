@@ -96,6 +96,8 @@ def attention_kernel(
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     LANES: tl.constexpr = 16
+    FLOAT32: tl.constexpr = key_ptr.dtype.element_ty == tl.float32
+    PART_D: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
     # Heads of one sequence run side by side and the last (longest, if causal) row tiles start first.
     pid = tl.program_id(0)
     tile = row_tiles - 1 - pid % row_tiles
@@ -148,9 +150,10 @@ def attention_kernel(
 
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_ptrs = query_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64)[:, None] * stride_qh
-    q_ptrs += (query_row + i.to(tl.int64))[:, None] * stride_qm + d[None, :]
-    q = tl.load(q_ptrs, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    q_rows = query_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64)[:, None] * stride_qh
+    q_rows += (query_row + i.to(tl.int64))[:, None] * stride_qm
+    if not FLOAT32:
+        q = tl.load(q_rows + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     k_base = key_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + key_row * stride_kn
     v_base = value_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + key_row * stride_vn
 
@@ -173,12 +176,23 @@ def attention_kernel(
                 acc = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
                 split_end = split_begin(split_of(block * BLOCK_N) + 1)
         j = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        real = (j < kv_len) & (j >= 0)
+        # Keys that no row of the tile sees are not read: a cache may hold anything behind its end.
+        real = (j < kv_len) & (j >= 0) & (j < origin + high)
         if KEY_MASK:
             real = real & (tl.load(key_mask_ptr + batch.to(tl.int64) * stride_kmb + j, mask=real, other=0) != 0)
-        k_ptrs = k_base + j.to(tl.int64)[:, None] * stride_kn + d[None, :]
-        k = tl.load(k_ptrs, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        k_rows = k_base + j.to(tl.int64)[:, None] * stride_kn
+        if FLOAT32:
+            # Short sums over parts of the head: one running sum over all of it would lose accuracy that shows.
+            score = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+            for first in tl.static_range(0, BLOCK_D, PART_D):
+                part = first + tl.arange(0, PART_D)
+                in_head = (part < HEAD_DIM)[None, :]
+                q = tl.load(q_rows + part[None, :], mask=inside[:, None] & in_head, other=0.0)
+                k = tl.load(k_rows + part[None, :], mask=real[:, None] & in_head, other=0.0)
+                score += tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            k = tl.load(k_rows + d[None, :], mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+            score = tl.dot(q, tl.trans(k))
 
         visible = real[None, :] & inside[:, None]
         if CAUSAL:

@@ -21,7 +21,7 @@ def grouped_linear_kernel(
     stride_wn,
     stride_wk,
     EVEN_K: tl.constexpr,
-    GROUP_K: tl.constexpr,
+    COMPENSATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,7 +52,7 @@ def grouped_linear_kernel(
         x_rows = x_ptr + tl.minimum(rows, row_end - 1).to(tl.int64) * stride_xm
         w_rows = w_ptr + expert.to(tl.int64) * stride_we + tl.minimum(cols, N - 1).to(tl.int64) * stride_wn
         acc = accumulate(
-            x_rows, w_rows, K, stride_xk, stride_wk, False, EVEN_K, GROUP_K, BLOCK_M, BLOCK_N, BLOCK_K
+            x_rows, w_rows, K, stride_xk, stride_wk, False, EVEN_K, COMPENSATED, BLOCK_M, BLOCK_N, BLOCK_K
         )
         y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
         inside = (rows < row_end)[:, None] & (cols < N)[None, :]

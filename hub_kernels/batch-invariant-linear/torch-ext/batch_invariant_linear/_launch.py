@@ -21,13 +21,10 @@ def _device(index: int | None) -> tuple[int, bool]:
     return properties.multi_processor_count, properties.major >= 9 and torch.version.hip is None
 
 
-def _group(n: int, k: int, dtype: torch.dtype, tile: plan.Tile) -> int:
-    """The contract's group of K, 0 for one pass."""
+def _compensated(n: int, k: int, dtype: torch.dtype, tile: plan.Tile) -> bool:
     order = contract.linear_contract(n=n, k=k, dtype=dtype)
-    if order.k_chunk == k == order.k_group:
-        return 0
-    assert tile.k == order.k_chunk and not tile.swap and not tile.tma, (order, tile)
-    return order.k_group
+    assert not order.compensated or (tile.k == order.k_chunk and not tile.swap and not tile.tma), (order, tile)
+    return order.compensated
 
 
 def _rows_aligned(tensor: torch.Tensor) -> bool:
@@ -114,7 +111,7 @@ def _launch_pointer(x, weight, bias, y, tile: plan.Tile) -> torch.Tensor:
         HAS_BIAS=bias is not None,
         SWAP=tile.swap,
         EVEN_K=k % tile.k == 0,
-        GROUP_K=_group(n, k, x.dtype, tile),
+        COMPENSATED=_compensated(n, k, x.dtype, tile),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -146,7 +143,7 @@ def launch_grouped_linear(
         *x.stride(),
         *weight.stride(),
         EVEN_K=k % tile.k == 0,
-        GROUP_K=_group(n, k, x.dtype, tile),
+        COMPENSATED=_compensated(n, k, x.dtype, tile),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,

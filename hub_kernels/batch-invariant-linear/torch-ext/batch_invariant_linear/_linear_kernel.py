@@ -34,7 +34,7 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    GROUP_K: tl.constexpr,
+    COMPENSATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,7 +52,7 @@ def linear_kernel(
     x_rows = x_ptr + batch * stride_xb + tl.minimum(rows, M - 1).to(tl.int64) * stride_xm
     w_rows = w_ptr + batch * stride_wb + tl.minimum(cols, N - 1).to(tl.int64) * stride_wn
     acc = accumulate(
-        x_rows, w_rows, K, stride_xk, stride_wk, SWAP, EVEN_K, GROUP_K, BLOCK_M, BLOCK_N, BLOCK_K
+        x_rows, w_rows, K, stride_xk, stride_wk, SWAP, EVEN_K, COMPENSATED, BLOCK_M, BLOCK_N, BLOCK_K
     )
 
     y_ptrs = y_ptr + batch * M * N + rows.to(tl.int64)[:, None] * N + cols[None, :]

@@ -18,14 +18,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class LinearContract:
     """How one output element is reduced on a GPU, always in ascending order of k.
 
-    k_chunk: elements summed into one float32 accumulator.
-    k_group: elements whose chunks are summed before they join the total; a multiple of k_chunk.
-    Both equal to K mean one pass.
+    k_chunk: elements summed into one float32 accumulator; equal to K means one pass.
+    compensated: chunks are added with Kahan's compensation (Kahan 1965, "Further remarks on reducing truncation
+        errors"), chunks of exact zeros left out.
     input_precision: "ieee": products of float32 operands are float32 products, never TF32.
     """
 
     k_chunk: int
-    k_group: int
+    compensated: bool
     input_precision: str = "ieee"
 
 
@@ -33,10 +33,10 @@ def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
     """The contract of a weight (n, k).
 
     16-bit weights: one ascending pass over K, for every shape. It keeps the bits of a stock GEMM that does not split K,
-    and a second engine with a plain K loop can serve the same contract. float32: three levels of short sums, since one
-    running sum over thousands of terms is several times less accurate than what stock kernels do.
+    and a second engine with a plain K loop can serve the same contract. float32: short chunks, since one running sum
+    over thousands of terms is several times less accurate than what stock kernels do.
     """
     assert dtype in DTYPES, dtype
     if dtype == torch.float32:
-        return LinearContract(k_chunk=16, k_group=256)
-    return LinearContract(k_chunk=k, k_group=k)
+        return LinearContract(k_chunk=16, compensated=True)
+    return LinearContract(k_chunk=k, compensated=False)

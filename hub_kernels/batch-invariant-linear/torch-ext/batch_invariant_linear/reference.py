@@ -13,12 +13,15 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     n, k = weight.shape
     order = linear_contract(n=n, k=k, dtype=x.dtype)
     y = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
-    for first in range(0, k, order.k_group):
-        group = torch.zeros_like(y)
-        for start in range(first, min(first + order.k_group, k), order.k_chunk):
-            chunk = slice(start, start + order.k_chunk)
-            group += x[:, chunk].float() @ weight[:, chunk].float().t()
-        y += group
+    lost = torch.zeros_like(y)  # what rounding took from y
+    for start in range(0, k, order.k_chunk):
+        part = slice(start, start + order.k_chunk)
+        chunk = x[:, part].float() @ weight[:, part].float().t()
+        term = chunk - lost
+        total = y + term
+        if order.compensated:
+            lost = torch.where(chunk == 0, lost, ((total - y) - term).nan_to_num(nan=0.0))
+        y = torch.where(chunk == 0, y, total)
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype)
