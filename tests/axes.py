@@ -23,6 +23,7 @@ class AxesPlan:
     static_lengths: tuple[int, ...] = (64, 97)
     decode_from: int = 17
     new_tokens: int = 6
+    token_by_token: bool = True
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ class Axes:
         yield "use_cache", self.model(self.ids, use_cache=True).logits[0], self.want
         mask = torch.ones_like(self.ids)
         one_by_one = tuple(range(1, self.length))
-        for ends in (*self.plan.chunks, one_by_one):
+        for ends in (*self.plan.chunks, *([one_by_one] if self.plan.token_by_token else [])):
             name = "token by token" if ends == one_by_one else f"chunks {ends}"
             got = self.steps(self.ids, mask, ends, DynamicCache(config=self.config))
             yield f"dynamic cache, {name}", got[0], self.want
@@ -128,5 +129,5 @@ class Axes:
 def failures(axes: Axes) -> dict[str, int]:
     """axis -> number of logits with differing bits, for the axes that have any."""
     counts = {axis: differing(got, want) for axis, got, want in axes}
-    assert len(counts) > 20, "every axis must have been walked"
+    assert len(counts) > 12, "every axis must have been walked"
     return {axis: count for axis, count in counts.items() if count}

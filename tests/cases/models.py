@@ -84,6 +84,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Size], dict]]] = {
     "qwen2": ("Qwen2Config", _llama),
     "qwen3": ("Qwen3Config", _qwen3),
     "gemma2": ("Gemma2Config", _gemma2),
+    "gemma3": ("Gemma3TextConfig", _gemma2),
+    "phi3": ("Phi3Config", _llama),
     "phi": ("PhiConfig", _common),
     "opt": ("OPTConfig", _opt),
     "gpt2": ("GPT2Config", _gpt2),
