@@ -54,10 +54,11 @@ _LIBRARY = (
 # PEFT builds weight deltas with `@` in these: from weights alone, once, or when no batch is running.
 _WEIGHTS_ONLY = frozenset(["merge", "unmerge", "get_delta_weight"])
 
-# Elementwise, but on a CPU rounded differently in different places of a batch (`layers.activation` says why).
-_ACTIVATIONS = frozenset(["silu", "sigmoid", "softplus", "gelu", "mish"])
+# Calls that `layers.functional` does in another way: activations that a CPU rounds differently in different places of a
+# batch, and dropout.
+_REPLACED = frozenset(["silu", "sigmoid", "softplus", "gelu", "mish", "dropout"])
 
-REDUCTION, ACTIVATION, SINGLE_PRODUCT = "reduction", "activation", "single product"
+REDUCTION, REPLACED, SINGLE_PRODUCT = "reduction", "replaced", "single product"
 
 _EXACT_NAME = re.compile(r"(mask|masks|ids|position|positions|length|lengths|seqlens|lens)$")
 _EXACT_CASTS = frozenset(["int", "long", "bool"])
@@ -73,7 +74,7 @@ ELEMENTWISE_NN = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A call found in function `where`, with its text; kind: REDUCTION, ACTIVATION or SINGLE_PRODUCT.
+    """A call found in function `where`, with its text; kind: REDUCTION, REPLACED or SINGLE_PRODUCT.
 
     chain: ("a", "b") if it is written self.a.b(...).
     """
@@ -231,7 +232,7 @@ class _Reader:
 
 
 def _kind_of(name: str) -> str | None:
-    return REDUCTION if name in _REDUCTIONS else ACTIVATION if name in _ACTIVATIONS else None
+    return REDUCTION if name in _REDUCTIONS else REPLACED if name in _REPLACED else None
 
 
 def _live_nodes(tree: ast.AST) -> Iterator[ast.AST]:

@@ -2,14 +2,15 @@
 
 * Rotary embeddings of older releases form position times frequency as a matrix product with one term per element. It is
   exact in float32, but a library may run it in TF32 for some shapes and not for others; a multiply has no such choice.
-* `silu`, `sigmoid` and the like as functions: the same as the modules of `layers.activation`.
+* `silu`, `sigmoid` and the like, and `dropout`, as functions: the same as the modules of `layers.activation` and
+  `layers.dropout`.
 """
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from . import activation
+from . import activation, dropout
 
 _PRODUCTS = frozenset([torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm])
 
@@ -20,6 +21,10 @@ def _gelu(x, approximate="none"):
 
 def _softplus(x, beta=1, threshold=20):
     return activation.softplus(x * beta) / beta
+
+
+def _dropout(input, p=0.5, training=True, inplace=False):
+    return dropout.identity(input, p, training)
 
 
 _ACTIVATIONS = {
@@ -44,6 +49,8 @@ class _BatchInvariantCalls(TorchFunctionMode):
             if x.device.type == "cpu":
                 return _ACTIVATIONS[func](x.float(), *rest, **kwargs).to(x.dtype)
             return func(x, *rest, **kwargs)
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
 
 

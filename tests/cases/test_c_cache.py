@@ -144,20 +144,20 @@ def test_case_038_transformers_30351_static_cache_does_not_repeat_the_last_answe
 
     On a GPU generate() would compile a stock model's decoding step, which is how the report came about.
     """
-    first, second = (random_ids(build("llama", "cpu", dtype), 1, 12, seed=seed).to(device) for seed in (1, 2))
-
-    def answer(model, *prompts, **arguments):
-        return [generate(model, prompt, 8, **arguments) for prompt in prompts][-1]
-
     model = build("llama", device, dtype)
+    first, second = (random_ids(model, 1, 12, seed=seed) for seed in (1, 2))
+    static = dict(cache_implementation="static")
 
     def comparisons():
-        static = dict(cache_implementation="static")
-        after = answer(model, first, second, **static)
-        fresh_model = hf_batchinv.convert(build("llama", device, dtype))
-        for what, want in (("fresh model", answer(fresh_model, second, **static)), ("dynamic", answer(model, second))):
-            yield f"tokens, {what}", after[0], want[0]
-            yield f"logits, {what}", after[1], want[1]
+        generate(model, first, 8, **static)
+        tokens, logits = generate(model, second, 8, **static)
+        fresh = hf_batchinv.convert(build("llama", device, dtype))
+        for what, want in (
+            ("fresh model", generate(fresh, second, 8, **static)),
+            ("dynamic cache", generate(model, second, 8)),
+        ):
+            yield f"tokens, {what}", tokens, want[0]
+            yield f"logits, {what}", logits, want[1]
 
     check_logic(model, comparisons)
 

@@ -51,9 +51,7 @@ def grouped_linear_kernel(
         cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         x_rows = x_ptr + tl.minimum(rows, row_end - 1).to(tl.int64) * stride_xm
         w_rows = w_ptr + expert.to(tl.int64) * stride_we + tl.minimum(cols, N - 1).to(tl.int64) * stride_wn
-        acc = accumulate(
-            x_rows, w_rows, K, stride_xk, stride_wk, False, EVEN_K, COMPENSATED, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        acc = accumulate(x_rows, w_rows, K, stride_xk, stride_wk, False, EVEN_K, COMPENSATED, BLOCK_M, BLOCK_N, BLOCK_K)
         y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
         inside = (rows < row_end)[:, None] & (cols < N)[None, :]
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=inside)

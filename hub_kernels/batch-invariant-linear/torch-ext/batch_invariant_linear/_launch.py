@@ -53,9 +53,7 @@ def launch_linear(
         return y
     sms, descriptors = _device(x.device.index)
     descriptors = descriptors and _rows_aligned(x) and _rows_aligned(weight) and n * x.element_size() % 16 == 0
-    tile = tile or plan.linear_tile(
-        rows=rows, n=n, dtype=x.dtype, descriptors=descriptors, multiprocessors=sms
-    )
+    tile = tile or plan.linear_tile(rows=rows, n=n, dtype=x.dtype, descriptors=descriptors, multiprocessors=sms)
     if not tile.tma:
         return _launch_pointer(x[None], weight[None], bias, y[None], tile)[0]
     programs = min(sms, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n))

@@ -65,9 +65,7 @@ _FLOAT32 = (
 
 
 def _first_fit(table, rows: int, n: int) -> Tile | None:
-    return next(
-        (tile for most_rows, most_n, tile in table if rows <= (most_rows or rows) and n <= (most_n or n)), None
-    )
+    return next((tile for most_rows, most_n, tile in table if rows <= (most_rows or rows) and n <= (most_n or n)), None)
 
 
 def linear_tile(*, rows: int, n: int, dtype: torch.dtype, descriptors: bool, multiprocessors: int) -> Tile:
