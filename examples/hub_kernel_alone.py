@@ -1,7 +1,7 @@
 """One kernel package without hf_batchinv: a linear layer whose rows do not know how many other rows there are.
 
-    python examples/hub_kernel_alone.py                                     # builds the package from this checkout
-    python examples/hub_kernel_alone.py hf-batchinv/batch-invariant-linear  # fetches it from the Hub
+python examples/hub_kernel_alone.py                                     # builds the package from this checkout
+python examples/hub_kernel_alone.py hf-batchinv/batch-invariant-linear  # fetches it from the Hub
 """
 
 import subprocess

@@ -1,6 +1,6 @@
 """The same prompt alone and in a batch: stock Transformers and the one line that makes them agree, bit for bit.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import torch

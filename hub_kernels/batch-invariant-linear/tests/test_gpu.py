@@ -42,7 +42,7 @@ def test_cancelling_data_shows_no_change_of_order(kernel, module, assert_same_bi
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_is_as_accurate_as_stock(kernel, assert_as_accurate, shape, dtype):
-    for rows in (1, 300):
+    for rows in (32, 300):  # of a single number nothing can be said
         x, weight, bias = operands(rows, *shape, dtype)
         exact = F.linear(x.double(), weight.double(), bias.double())
         assert_as_accurate(kernel.linear(x, weight, bias), F.linear(x, weight, bias), exact)

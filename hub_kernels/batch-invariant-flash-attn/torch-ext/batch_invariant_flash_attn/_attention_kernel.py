@@ -189,7 +189,10 @@ def attention_kernel(
                 in_head = (part < HEAD_DIM)[None, :]
                 q = tl.load(q_rows + part[None, :], mask=inside[:, None] & in_head, other=0.0)
                 k = tl.load(k_rows + part[None, :], mask=real[:, None] & in_head, other=0.0)
-                score += tl.dot(q, tl.trans(k), input_precision="ieee")
+                # As an fma, since `score + dot` would be folded into one running sum again.
+                score = tl.fma(
+                    score, tl.full(score.shape, 1.0, tl.float32), tl.dot(q, tl.trans(k), input_precision="ieee")
+                )
         else:
             k = tl.load(k_rows + d[None, :], mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
             score = tl.dot(q, tl.trans(k))

@@ -14,8 +14,8 @@ LOG2E = math.log2(math.e)
 
 @functools.cache
 def _multiprocessors(index: int) -> int:
-    # order-free: decides only whether splits run in one program or in several
-    return torch.cuda.get_device_properties(index).multi_processor_count
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count  # order-free: whether splits run in one program or in several
 
 
 def _dense_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ def _device(index: int | None) -> tuple[int, bool]:
     if index is None:
         return 4, False
     properties = torch.cuda.get_device_properties(index)
-    # order-free: the count sizes a persistent grid of whole tiles
-    return properties.multi_processor_count, properties.major >= 9 and torch.version.hip is None
+    count = properties.multi_processor_count  # order-free: it sizes a persistent grid of whole tiles
+    return count, properties.major >= 9 and torch.version.hip is None
 
 
 def _compensated(n: int, k: int, dtype: torch.dtype, tile: plan.Tile) -> bool:
