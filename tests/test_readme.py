@@ -1,0 +1,45 @@
+"""The README says what is true: its code runs, its table is the one measured, its files exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_batchinv.smollm2 import find_smollm2
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_cost_table_is_the_one_made_from_the_result_files():
+    command = [sys.executable, str(ROOT / "hub_kernels" / "cost_table.py")]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert table in README
+
+
+def test_links_lead_to_files():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_test_command_is_the_one_of_ci():
+    (command,) = re.findall(r'pip install -e "\.\[test\]" && (.+)', README)
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_proof_runs_and_prints_what_it_says():
+    (code,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+    assert HUB_NAME in code
+    code = code.replace(HUB_NAME, find_smollm2())  # the Hub need not be reachable here
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    stock, converted = run.stdout.strip().splitlines()
+    values = r"values that depend on the batch: (\d+) of (\d+)"
+    assert int(re.fullmatch(f"sdpa {values}", stock)[1]) > 0
+    assert int(re.fullmatch(f"batch_invariant {values}", converted)[1]) == 0
+    assert converted in README
