@@ -1,6 +1,6 @@
 """Print the README's cost table, made from the committed result files of the speed scripts.
 
-    python hub_kernels/cost_table.py
+python hub_kernels/cost_table.py
 """
 
 import json
@@ -26,8 +26,9 @@ def cost_table() -> str:
         ratios[f"attention, {row['case']}", "faster of SDPA's cuDNN and flash"].append(row["ratio"])
     env = linear["env"]
     assert env == attention["env"], "both files must come from one machine and day"
+    software = f"torch {env['torch']}, Triton {env['triton']}, driver {env['driver']}"
     lines = [
-        f"{env['device']}, bfloat16, torch {env['torch']}, Triton {env['triton']}, driver {env['driver']}, {env['date']}:",
+        f"{env['device']}, bfloat16, {software}, {env['date']}:",
         "",
         "| op | stock | speed, stock = 1 | worst ... best case | cases |",
         "|---|---|---|---|---|",
