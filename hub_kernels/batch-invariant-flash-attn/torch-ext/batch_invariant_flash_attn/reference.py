@@ -47,7 +47,7 @@ def attention_reference(
         if key_mask is not None:
             keys = keys[key_mask[b, keys]]
         for h in range(heads):
-            k, v = key[b, h // (heads // kv_heads)].float(), value[b, h // (heads // kv_heads)].float()
+            k, v = key[b, h // (heads // kv_heads)].float(), value[b, h // (heads // kv_heads)]
             for i in range(q_len):
                 seen = keys
                 if causal:
@@ -73,8 +73,8 @@ def attention_reference(
 def _one_row(
     position: torch.Tensor, score: torch.Tensor, value: torch.Tensor, kv_block: int, sink: float | None
 ) -> torch.Tensor:
-    """position (n,) of the seen keys, from the origin; score (n,) in log2 units; value (n, Dv) -> (Dv,)."""
-    nothing = (torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(value.shape[-1]))
+    """position (n,) of the seen keys, from the origin; score (n,) in log2 units; value (n, Dv) -> (Dv,) float32."""
+    nothing = (torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(value.shape[-1]))  # maximum, sum, output
     total = nothing
     for split in range(split_of(int(position[-1])) + 1 if len(position) else 0):
         part = nothing
@@ -93,9 +93,10 @@ def _step(state, score: torch.Tensor, value: torch.Tensor):
     """Take one block into a running state (maximum, sum of the weights, sum of the weighted values)."""
     maximum, weight_sum, output = state
     new_maximum = torch.maximum(maximum, score.max())
-    weights = torch.exp2(score - new_maximum)
+    # The weights are rounded to the dtype of the values, for the sum, too.
+    weights = torch.exp2(score - new_maximum).to(value.dtype).float()
     shrink = torch.exp2(maximum - new_maximum)
-    return new_maximum, weight_sum * shrink + weights.sum(), output * shrink + weights @ value
+    return new_maximum, weight_sum * shrink + weights.sum(), output * shrink + weights @ value.float()
 
 
 def _fold(total, part):
