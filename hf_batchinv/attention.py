@@ -61,7 +61,7 @@ def batch_invariant_attention(
     Raises ValueError for a module of an unconverted model, dropout in training, output_attentions, sparse indices and
     combinations that have no batch-invariant form.
     """
-    _check(module, dropout, output_attentions, kwargs)
+    _check(module, query, dropout, output_attentions, kwargs)
     sinks = _one_of(s_aux, sinks, query)
     call = {"scale": scaling, "softcap": softcap or 0.0, "sinks": sinks}
     if isinstance(attention_mask, BatchInvariantMask):
@@ -205,12 +205,19 @@ def _longest(bounds: torch.Tensor) -> int:
 # --- checks ---
 
 
-def _check(module: torch.nn.Module, dropout: float, output_attentions: bool | None, kwargs: dict) -> None:
+def _check(
+    module: torch.nn.Module, query: torch.Tensor, dropout: float, output_attentions: bool | None, kwargs: dict
+) -> None:
     name = type(module).__name__
     if not getattr(module, "_batch_invariant", False):
         raise ValueError(
             f"{name} uses attn_implementation='batch_invariant' but its model was never converted; "
             "call hf_batchinv.convert(model)"
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        raise ValueError(
+            "batch-invariant layers run in the dtype of the weights, so torch.autocast would go unheard, got autocast "
+            f"to {torch.get_autocast_dtype(query.device.type)}; leave autocast and load the model in that dtype"
         )
     if dropout > 0 and module.training:
         raise ValueError(

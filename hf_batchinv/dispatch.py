@@ -179,6 +179,11 @@ def dispatch_adapter_variant(module):
         return refuse(f"uses a variant of LoRA for {sorted(variants)}; only plain LoRA is covered")
 
 
+def dispatch_held_functions(module):
+    if names := source_scan.held_reductions(module):
+        return refuse(f"holds {', '.join(f'torch function {name!r}' for name in names)}, which is not covered")
+
+
 def dispatch_by_source(module):
     kind = type(module)
     scan = source_scan.scan(kind)
@@ -213,6 +218,7 @@ DISPATCHERS = (
     dispatch_rope,
     dispatch_norm,
     dispatch_adapter_variant,
+    dispatch_held_functions,
     dispatch_by_source,
 )
 

@@ -12,6 +12,7 @@ are left alone. torch.compile does not compile inside the block: PyTorch runs co
 """
 
 import contextlib
+import math
 import threading
 from types import FunctionType
 
@@ -196,7 +197,7 @@ def _scaled_and_added(product, addend, x, y, beta, alpha) -> torch.Tensor:
 
 
 def _addmm(addend, x, y, *, beta=1, alpha=1) -> torch.Tensor:
-    is_bias = addend.numel() == y.shape[1] == addend.shape[-1]
+    is_bias = addend.dim() > 0 and addend.numel() == y.shape[1] == addend.shape[-1]
     if beta == alpha == 1 and is_bias and 0 not in x.shape and 0 not in y.shape:
         return _linear_kernels.linear(x, y.t(), addend.reshape(-1))
     return _scaled_and_added(_mm, addend, x, y, beta, alpha)
@@ -283,7 +284,7 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None) -> torch.Tensor:
             f"torch.rms_norm: normalized_shape must be the last dimensions of the input, got {shape} for an input of "
             f"shape {tuple(input.shape)}; pass the input's own"
         )
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = torch.finfo(torch.float32).eps if eps is None else eps  # torch's, for 16-bit inputs too: it adds in float32
     rows = input.flatten(-len(shape))
     weight = None if weight is None else weight.flatten()
     return _norm_kernels.rms_norm(rows, weight, eps, cast_before_weight=False).view(input.shape)
@@ -318,10 +319,10 @@ def _scaled_dot_product_attention(
                 "pass enable_gqa=True"
             )
     states = [
-        tensor.expand(*batch, count, *tensor.shape[-2:]).reshape(-1, count, *tensor.shape[-2:])
+        tensor.expand(*batch, count, *tensor.shape[-2:]).reshape(math.prod(batch), count, *tensor.shape[-2:])
         for tensor, count in ((query, heads), (key, kv_heads), (value, kv_heads))
     ]
-    q_len, kv_len, rows = query.shape[-2], key.shape[-2], states[0].shape[0]
+    q_len, kv_len, rows = query.shape[-2], key.shape[-2], math.prod(batch)
     call = {"causal": is_causal, "scale": scale}
     if is_causal and q_len != kv_len:
         call["query_offset"] = torch.zeros(rows, dtype=torch.int32, device=query.device)

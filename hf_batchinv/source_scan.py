@@ -100,6 +100,17 @@ def findings_in(module: nn.Module, cls: type) -> list[Finding]:
     return [finding for finding in scan(cls).findings if not _is_submodule(module, finding.chain)]
 
 
+def held_reductions(module: nn.Module) -> list[str]:
+    """Return torch functions that reduce and that the instance holds as attributes, plain or as partials."""
+    found = []
+    for value in vars(module).values():
+        target = value.func if isinstance(value, functools.partial) else value
+        name = getattr(target, "__name__", "")
+        if callable(target) and not isinstance(target, (type, types.MethodType)) and _kind_of(name) == REDUCTION:
+            found.append(name)
+    return found
+
+
 def _is_submodule(module: nn.Module, chain: tuple[str, ...]) -> bool:
     for name in chain:
         module = getattr(module, name, None)
@@ -155,7 +166,11 @@ class _Reader:
         if function in self._seen or not isinstance(function, types.FunctionType):
             return
         self._seen.add(function)
-        for node in _live_nodes(_parse(function)):
+        nodes = list(_live_nodes(_parse(function)))
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and id(node) not in called and self._names_reduction(function, node):
+                self._found(function, node, REDUCTION)  # taken without being called: called under another name
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
                 self._found(function, node, SINGLE_PRODUCT if _has_one_term(node) else REDUCTION)
             elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.MatMult):
@@ -164,6 +179,12 @@ class _Reader:
                 self._call(function, node)
             elif isinstance(node, ast.Attribute) and _chain(node) == ("self", node.attr):
                 self._follow(function, inspect.getattr_static(self.cls, node.attr, None))
+
+    def _names_reduction(self, function, node: ast.Attribute) -> bool:
+        """True for torch.softmax, F.linear and the like, as names."""
+        chain = _chain(node)
+        root = function.__globals__.get(chain[0]) if chain else None
+        return isinstance(root, types.ModuleType) and root.__name__.startswith("torch") and node.attr in _REDUCTIONS
 
     def _found(self, function, node: ast.AST, kind: str, chain: tuple[str, ...] = ()) -> None:
         text = ast.unparse(node)
@@ -185,7 +206,8 @@ class _Reader:
             target = function.__globals__.get(callee.id)
             module = getattr(target, "__module__", None) or ""
             torch_function = module.startswith("torch") or isinstance(target, types.BuiltinFunctionType)
-            if target is not None and torch_function and (kind := _kind_of(callee.id)) is not None:
+            name = getattr(target, "__name__", callee.id)  # its own: it may have been imported under another
+            if target is not None and torch_function and (kind := _kind_of(name)) is not None:
                 if not _is_exact(node):
                     self._found(function, node, kind)
             else:
@@ -232,6 +254,8 @@ class _Reader:
 
 
 def _kind_of(name: str) -> str | None:
+    for family in ("fft_", "linalg_", "special_"):  # torch.fft.fftn calls itself fft_fftn
+        name = name.removeprefix(family)
     return REDUCTION if name in _REDUCTIONS else REPLACED if name in _REPLACED else None
 
 

@@ -1,6 +1,7 @@
 """convert and revert: what changes, what stays, and what is refused."""
 
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -10,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers as T
+from torch import matmul as product
 from torch import nn
 from torch.nn import functional as F
 
@@ -595,3 +597,74 @@ def test_a_refused_submodule_cannot_be_put_into_a_converted_model():
 def test_convert_takes_modules_only():
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str; pass the model itself"):
         hf_batchinv.convert("gpt2")
+
+
+class HoldsAPartial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = functools.partial(torch.fft.fftn, dim=(1, 2))
+
+    def forward(self, x):
+        return self.mix(x).real
+
+
+class CallsByAnotherName(nn.Module):
+    def forward(self, x, y, z):
+        f = torch.softmax
+        return f(x, -1)
+
+
+class CallsAnImport(nn.Module):
+    def forward(self, x, y, z):
+        return product(x, y)
+
+
+@pytest.mark.parametrize("kind", [HoldsAPartial, CallsByAnotherName, CallsAnImport])
+def test_reduction_under_another_name_is_refused(kind):
+    with pytest.raises(UnsupportedModelError, match="not covered"):
+        hf_batchinv.convert(kind())
+
+
+def test_fnet_is_refused_for_its_fourier_transform():
+    config = T.FNetConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    with pytest.raises(UnsupportedModelError, match="fft_fftn"):
+        hf_batchinv.convert(T.FNetModel(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_changed_behind_autograd_are_seen(dtype):
+    """`.data`, fused optimizers and dtype round trips change values without a new tensor version."""
+
+    def fused_step(model):
+        weight = model.lm_head.weight
+        weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW([weight], lr=0.1, fused=True).step()
+
+    changes = [
+        fused_step,
+        lambda model: model.lm_head.weight.data.zero_(),
+        lambda model: model.lm_head.weight.data[5].add_(1),
+        lambda model: model.lm_head.weight.data[:, 5].add_(1),
+        lambda model: model.half().to(dtype),
+    ]
+    for change in changes:
+        model = hf_batchinv.convert(make("llama", dtype))
+        before = run(model)
+        change(model)
+        after = run(model)
+        assert differing(after, run(copy.deepcopy(model))) == 0
+        assert differing(after, before) or change is changes[-1]
+
+
+def test_merged_adapter_is_seen():
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(hf_batchinv.convert(make("llama")), config).eval()
+    run(model)
+    model.merge_adapter()
+    assert differing(run(model), run(copy.deepcopy(model))) == 0
+
+
+def test_autocast_is_refused():
+    model = hf_batchinv.convert(make("llama"))
+    with pytest.raises(ValueError, match="autocast"), torch.autocast("cpu", torch.bfloat16):
+        run(model)

@@ -402,3 +402,18 @@ def test_other_threads_are_not_affected():
     assert_same_bits(results["inside"], ours)
     # A new thread may use other kernels than this one; what counts is that it did not use ours.
     assert_same_bits(results["outside"], stock)
+
+
+def test_edge_shapes_and_defaults_mean_what_they_mean_in_torch():
+    x = torch.tensor([[0.01]], dtype=torch.bfloat16)
+    addend, ones = torch.tensor(1.0), torch.ones(2, 3)
+    query, key = torch.ones(1, 2, 3, 16), torch.ones(1, 2, 5, 16)
+    with batch_invariant_mode():
+        norm = F.rms_norm(x, (1,))
+        sums = torch.addmm(addend, ones, torch.ones(3, 1))
+        no_query = F.scaled_dot_product_attention(query[:, :, :0], key, key)
+        no_key = F.scaled_dot_product_attention(query, key[:, :, :0], key[:, :, :0])
+    torch.testing.assert_close(norm, F.rms_norm(x, (1,)))
+    assert torch.equal(sums, torch.full((2, 1), 4.0))
+    assert no_query.shape == (1, 2, 0, 16)
+    assert no_key.shape == query.shape and not no_key.any()
