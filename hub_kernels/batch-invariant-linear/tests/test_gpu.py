@@ -127,7 +127,7 @@ def test_graph_replay_has_the_same_bits(kernel, assert_same_bits):
 
 def test_backward_is_refused(kernel):
     x, weight, bias = operands(3, 320, 1000, torch.bfloat16)
-    with torch.enable_grad(), pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="has no backward"):
         kernel.linear(x.requires_grad_(), weight, bias).sum().backward()
 
 

@@ -82,7 +82,7 @@ def test_backward_is_refused(kernel, assert_same_bits, name):
             assert_same_bits(op(*args), want)
         y = op(*args)
         assert_same_bits(y.detach(), want)
-        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        with pytest.raises(RuntimeError, match="has no backward"):
             y.sum().backward()
     with torch.inference_mode():
         assert_same_bits(op(*args), want)

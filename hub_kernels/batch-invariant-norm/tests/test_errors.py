@@ -73,8 +73,8 @@ def test_backward_raises(kernel):
     """There is no gradient formula; asking for a gradient fails instead of giving a wrong or missing one."""
     for call in calls(kernel).values():
         x = torch.randn(2, 8, requires_grad=True)
-        with pytest.raises(RuntimeError, match="autograd"):
+        with pytest.raises(RuntimeError, match="has no backward"):
             call(x).sum().backward()
     weight = torch.ones(8, requires_grad=True)
-    with pytest.raises(RuntimeError, match="autograd"):
+    with pytest.raises(RuntimeError, match="has no backward"):
         kernel.rms_norm(X, weight, 1e-6).sum().backward()

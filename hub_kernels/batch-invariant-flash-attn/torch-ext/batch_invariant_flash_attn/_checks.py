@@ -141,3 +141,15 @@ def check_cu_seqlens(op: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Te
             f"{op}: expected cu_seqlens_q and cu_seqlens_k of one length, got {cu_seqlens_q.numel()} and "
             f"{cu_seqlens_k.numel()}; describe the same sequences in both"
         )
+
+
+def no_backward(op: str):
+    """An autograd formula that raises: the ops have no backward, and the reason should be readable."""
+
+    def backward(context, *gradients):
+        raise RuntimeError(
+            f"{op} has no backward, got a loss that needs its gradient; train with the stock layer, or run the "
+            "batch-invariant one under torch.no_grad()"
+        )
+
+    return backward

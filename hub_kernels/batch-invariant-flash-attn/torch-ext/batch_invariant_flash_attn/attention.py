@@ -2,7 +2,15 @@
 
 import torch
 
-from ._checks import check_cu_seqlens, check_masks, check_operands, check_per_row, check_scalars, check_sinks
+from ._checks import (
+    check_cu_seqlens,
+    check_masks,
+    check_operands,
+    check_per_row,
+    check_scalars,
+    check_sinks,
+    no_backward,
+)
 from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 
@@ -194,3 +202,9 @@ def _(*arguments) -> torch.Tensor:
 @_attention_varlen_op.register_fake
 def _(query, key, value, *_settings) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
+
+
+_attention_op.register_autograd(no_backward("attention"))
+
+
+_attention_varlen_op.register_autograd(no_backward("attention_varlen"))

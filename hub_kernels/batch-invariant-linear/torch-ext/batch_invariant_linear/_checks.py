@@ -35,3 +35,15 @@ def check_operands(op: str, first: str, x: torch.Tensor, **others: torch.Tensor 
 def shape_error(op: str, name: str, expected: str, got: object, remedy: str) -> ValueError:
     """The ValueError "op: expected name expected, got got; remedy"."""
     return ValueError(f"{op}: expected {name} {expected}, got {got}; {remedy}")
+
+
+def no_backward(op: str):
+    """An autograd formula that raises: the ops have no backward, and the reason should be readable."""
+
+    def backward(context, *gradients):
+        raise RuntimeError(
+            f"{op} has no backward, got a loss that needs its gradient; train with the stock layer, or run the "
+            "batch-invariant one under torch.no_grad()"
+        )
+
+    return backward

@@ -3,7 +3,7 @@
 import torch
 
 from . import _cpu_bmm
-from ._checks import check_operands, shape_error
+from ._checks import check_operands, no_backward, shape_error
 from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 
@@ -53,3 +53,6 @@ def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @_bmm_op.register_fake
 def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], x.shape[1], y.shape[2])
+
+
+_bmm_op.register_autograd(no_backward("bmm"))

@@ -3,7 +3,7 @@
 import torch
 
 from . import _cpu_linear
-from ._checks import check_operands, shape_error
+from ._checks import check_operands, no_backward, shape_error
 from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 
@@ -83,3 +83,6 @@ def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Ten
 @_grouped_linear_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
+
+
+_grouped_linear_op.register_autograd(no_backward("grouped_linear"))

@@ -3,7 +3,7 @@
 import torch
 
 from . import _cpu_linear
-from ._checks import check_operands, shape_error
+from ._checks import check_operands, no_backward, shape_error
 from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 
@@ -58,3 +58,6 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch
 @_linear_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_linear_op.register_autograd(no_backward("linear"))

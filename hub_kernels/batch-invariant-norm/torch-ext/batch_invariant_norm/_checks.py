@@ -46,3 +46,15 @@ def normalize_dim(op: str, dim: int, ndim: int) -> int:
     if not -limit <= dim < limit:
         raise IndexError(f"{op}: dim must be between {-limit} and {limit - 1} for this x, got {dim}")
     return dim % limit
+
+
+def no_backward(op: str):
+    """An autograd formula that raises: the ops have no backward, and the reason should be readable."""
+
+    def backward(context, *gradients):
+        raise RuntimeError(
+            f"{op} has no backward, got a loss that needs its gradient; train with the stock layer, or run the "
+            "batch-invariant one under torch.no_grad()"
+        )
+
+    return backward

@@ -5,7 +5,7 @@ import math
 import torch
 
 from . import _cpu
-from ._checks import check_float, check_same_device, check_shape
+from ._checks import check_float, check_same_device, check_shape, no_backward
 from ._ops import add_op_namespace_prefix
 
 
@@ -79,3 +79,6 @@ def _(x, weight, bias, eps, columns, xhat, product, out):
 @_layer_norm_op.register_fake
 def _(x, weight, bias, eps, columns, xhat, product, out):
     return torch.empty(x.shape, dtype=out, device=x.device)
+
+
+_layer_norm_op.register_autograd(no_backward("layer_norm"))

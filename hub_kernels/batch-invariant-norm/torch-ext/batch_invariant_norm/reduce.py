@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from . import _cpu
-from ._checks import check_float, check_out_dtype, normalize_dim
+from ._checks import check_float, check_out_dtype, no_backward, normalize_dim
 from ._ops import add_op_namespace_prefix
 
 
@@ -79,3 +79,6 @@ def _over_last_dims(function, x, dims, keepdim, mean, dtype):
     kept = [d for d in range(x.dim()) if d not in dims]
     function(x.permute(kept + list(dims)).reshape(out.numel(), -1), mean, out.view(-1))
     return out
+
+
+_reduce_op.register_autograd(no_backward("reduce"))

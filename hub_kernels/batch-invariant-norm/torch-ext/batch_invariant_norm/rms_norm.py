@@ -7,7 +7,7 @@ y = xhat * (weight + weight_offset)        rounded where the variant rounds
 import torch
 
 from . import _cpu
-from ._checks import check_float, check_same_device, check_shape
+from ._checks import check_float, check_same_device, check_shape, no_backward
 from ._ops import add_op_namespace_prefix
 from .contract import Rounding, rms_norm_rounding
 
@@ -197,3 +197,6 @@ def _(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, 
 @_rms_norm_op.register_fake
 def _(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, factor, xhat, rounded_weight, out):
     return torch.empty(x.shape, dtype=out, device=x.device)
+
+
+_rms_norm_op.register_autograd(no_backward("rms_norm"))
