@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from . import smollm2
 from .conversion import convert
+from .testing import bits
 
 PROMPT = "Tell me about Richard Feynman"
 MATES = (
@@ -186,7 +187,7 @@ class Reference(LogitsProcessor):
             self.logits.append(scores[0].clone())
         elif step < len(self.logits):
             same_so_far = (input_ids[self.rows, self.width :] == self.tokens[:step]).all(dim=1)
-            differing = (_bits(scores[self.rows]) != _bits(self.logits[step])).sum(dim=1)
+            differing = (bits(scores[self.rows]) != bits(self.logits[step])).sum(dim=1)
             self.differing = self.differing + (differing * same_so_far).sum()
         return scores
 
@@ -207,10 +208,6 @@ def _pick_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError("device is 'cuda' but torch finds no CUDA device here; use --device cpu")
     return torch.device(name)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
 
 
 def _until_end(tokens: list[int], end: int | list[int] | None) -> list[int]:

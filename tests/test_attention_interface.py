@@ -23,6 +23,7 @@ from transformers import (
 from hf_batchinv import registry
 from hf_batchinv.attention import batch_invariant_attention
 from hf_batchinv.mask import batch_invariant_mask
+from hf_batchinv.testing import assert_same_bits, bits
 
 # The keyword that holds the cache; renamed in transformers 5.24.
 _PARAMETERS = inspect.signature(masking_utils._preprocess_mask_arguments).parameters
@@ -51,14 +52,6 @@ def attend(query, key, value, mask, **kwargs):
     assert weights is None and out.is_contiguous()
     assert out.shape == (key.shape[0], query.shape[2], query.shape[1], value.shape[-1])
     return out
-
-
-def bits(tensor):
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def assert_same_bits(got, want):
-    assert got.shape == want.shape and torch.equal(bits(got), bits(want))
 
 
 def rows(device, dtype, seed=0):

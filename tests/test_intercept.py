@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_batchinv.intercept import batch_invariant_mode
+from hf_batchinv.testing import assert_same_bits, bits
 
 CPU_AND_GPU = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -14,14 +15,6 @@ ROWS, K, N = 24, 136, 72
 
 on_each_device = pytest.mark.parametrize("device", CPU_AND_GPU)
 in_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
-
-def bits(tensor):
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def assert_same_bits(got, want):
-    assert got.shape == want.shape and got.dtype == want.dtype and torch.equal(bits(got), bits(want))
 
 
 def filled(*shape, dtype=torch.float32, device="cpu", seed=0):
