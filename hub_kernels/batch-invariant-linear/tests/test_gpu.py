@@ -48,6 +48,35 @@ def test_linear_is_as_accurate_as_stock(kernel, assert_as_accurate, shape, dtype
         assert_as_accurate(kernel.linear(x, weight, bias), F.linear(x, weight, bias), exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape", [(4096, 4096), (1024, 3072), (576, 576), (320, 1000), (4096, 14336)], ids=str)
+def test_cublaslt_and_triton_give_the_same_bits(kernel, module, monkeypatch, assert_same_bits, shape, dtype):
+    """The second engine, whatever kernel it picks for a number of rows; and it is used where it may be."""
+    engine_of = module("linear").engine_of
+    served = set()
+    for rows in [*range(1, 40), 63, 64, 65, 96, 128, 200, 256, 400, 1000, 2048]:
+        x, weight, bias = operands(rows, *shape, dtype, seed=rows)
+        for b in (None, bias):
+            monkeypatch.setenv("HF_BATCHINV_ENGINE", "triton")
+            assert engine_of(x, weight, b) == "triton"
+            want = kernel.linear(x, weight, b)
+            monkeypatch.setenv("HF_BATCHINV_ENGINE", "auto")
+            served.add(engine_of(x, weight, b))
+            assert_same_bits(kernel.linear(x, weight, b), want, f"{rows} rows, bias {b is not None}")
+    assert "cublaslt" in served
+
+
+def test_cublaslt_in_a_captured_graph_has_the_bits_of_eager(kernel, module, assert_same_bits):
+    x, weight, bias = operands(64, 4096, 4096, torch.bfloat16)
+    want = kernel.linear(x, weight, bias)
+    assert module("linear").engine_of(x, weight, bias) == "cublaslt"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = kernel.linear(x, weight, bias)
+    graph.replay()
+    assert_same_bits(got, want)
+
+
 @pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_layouts_do_not_change_bits(kernel, assert_same_bits, dtype, layout):

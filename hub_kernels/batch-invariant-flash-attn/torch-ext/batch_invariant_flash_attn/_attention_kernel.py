@@ -9,25 +9,8 @@ total as it ends, or (SPLIT) takes a single split and leaves the same folding to
 import triton
 import triton.language as tl
 
-from ._softmax_step import merge, merge_scales, normalise, sink_scales, step, tanh, to_log2
-
-
-@triton.jit
-def split_of(position):
-    """contract.split_of."""
-    return tl.where(
-        position < 8192,
-        position // 512,
-        tl.where(position < 32768, 16 + (position - 8192) // 1024, 40 + (position - 32768) // 4096),
-    )
-
-
-@triton.jit
-def split_begin(split):
-    """contract.split_begin."""
-    return tl.where(
-        split < 16, split * 512, tl.where(split < 40, 8192 + (split - 16) * 1024, 32768 + (split - 40) * 4096)
-    )
+from ._blocks import full_blocks, masked_blocks, split_begin, split_of
+from ._softmax_step import LANES, finish, fold_split, lanes_to_weight
 
 
 # Sizes that change from call to call are not specialised: one compilation serves every length.
@@ -41,6 +24,8 @@ def attention_kernel(
     query_ptr,  # (B, Hq, Q, D), or (T, Hq, D) as (1, Hq, T, D) if VARLEN
     key_ptr,  # (B, Hkv, KV, D)
     value_ptr,  # (B, Hkv, KV, Dv)
+    key_desc,  # tensor descriptors of the same, or None
+    value_desc,
     out_ptr,  # (B, Q, Hq, Dv) contiguous
     part_out_ptr,  # (B, Hkv, row tiles * BLOCK_R, splits, Dv) float32, if SPLIT
     part_state_ptr,  # (B, Hkv, row tiles * BLOCK_R, splits, 2) float32: maximum, sum
@@ -58,6 +43,7 @@ def attention_kernel(
     splits,
     unit,  # log2(e) times scale, or times softcap
     softcap_in,  # scale / softcap
+    bias_in,  # 1 / scale, or 1 / softcap
     mask_floor,
     window_left,
     window_right,
@@ -89,15 +75,14 @@ def attention_kernel(
     QUERY_OFFSET: tl.constexpr,
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,  # contract.SPLIT_STRETCHES
+    FULL: tl.constexpr,  # blocks that every row sees whole are walked without masks
+    PDL: tl.constexpr,  # the combine kernel may start early
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
-    LANES: tl.constexpr = 16
-    FLOAT32: tl.constexpr = key_ptr.dtype.element_ty == tl.float32
-    PART_D: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
     # Heads of one sequence run side by side and the last (longest, if causal) row tiles start first.
     pid = tl.program_id(0)
     tile = row_tiles - 1 - pid % row_tiles
@@ -140,105 +125,142 @@ def attention_kernel(
     low -= origin
     high -= origin
     high = tl.where(first_i >= q_len, low, high)
-    first_split = split_of(low)
+    first_split = split_of(low, SPLITS)
     if SPLIT:
-        split = tl.program_id(1)
-        low = tl.maximum(low, split_begin(first_split + split))
-        high = tl.minimum(high, split_begin(first_split + split + 1))
+        split = splits - 1 - tl.program_id(1)  # the long ones first
+        low = tl.maximum(low, split_begin(first_split + split, SPLITS))
+        high = tl.minimum(high, split_begin(first_split + split + 1, SPLITS))
     first_block = low // BLOCK_N
     last_block = tl.where(high > low, tl.cdiv(high, BLOCK_N), first_block)
 
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_rows = query_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64)[:, None] * stride_qh
-    q_rows += (query_row + i.to(tl.int64))[:, None] * stride_qm
-    if not FLOAT32:
-        q = tl.load(q_rows + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    q_rows = query_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    q_rows += (query_row + i.to(tl.int64)) * stride_qm
+    q = tl.load(q_rows[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     k_base = key_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + key_row * stride_kn
     v_base = value_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + key_row * stride_vn
+    mask_base = mask_ptr
+    if MASK != 0:
+        mask_base = mask_ptr + batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh
+        mask_base += i.to(tl.int64) * stride_mm
+    key_mask_base = key_mask_ptr
+    if KEY_MASK:
+        key_mask_base = key_mask_ptr + batch.to(tl.int64) * stride_kmb
 
     m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-    weight = tl.zeros((BLOCK_R, LANES), tl.float32)
+    lanes = tl.zeros((BLOCK_R, LANES), tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
+    m_total, weight_total, acc_total, split_end = 0.0, 0.0, 0.0, 0
     if not SPLIT:
         m_total = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        weight_total = tl.zeros((BLOCK_R, LANES), tl.float32)
+        weight_total = tl.zeros((BLOCK_R,), tl.float32)
         acc_total = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
-        split_end = split_begin(first_split + 1)
-    for block in range(first_block, last_block):
-        if not SPLIT:
-            if block * BLOCK_N >= split_end:
-                m_total, scale_total, scale = merge_scales(m_total, m)
-                weight_total = merge(weight_total, scale_total[:, None], weight, scale[:, None])
-                acc_total = merge(acc_total, scale_total[:, None], acc, scale[:, None])
-                m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-                weight = tl.zeros((BLOCK_R, LANES), tl.float32)
-                acc = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
-                split_end = split_begin(split_of(block * BLOCK_N) + 1)
-        j = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        # Keys that no row of the tile sees are not read: a cache may hold anything behind its end.
-        real = (j < kv_len) & (j >= 0) & (j < origin + high)
-        if KEY_MASK:
-            real = real & (tl.load(key_mask_ptr + batch.to(tl.int64) * stride_kmb + j, mask=real, other=0) != 0)
-        k_rows = k_base + j.to(tl.int64)[:, None] * stride_kn
-        if FLOAT32:
-            # Short sums over parts of the head: one running sum over all of it would lose accuracy that shows.
-            score = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            for first in tl.static_range(0, BLOCK_D, PART_D):
-                part = first + tl.arange(0, PART_D)
-                in_head = (part < HEAD_DIM)[None, :]
-                q = tl.load(q_rows + part[None, :], mask=inside[:, None] & in_head, other=0.0)
-                k = tl.load(k_rows + part[None, :], mask=real[:, None] & in_head, other=0.0)
-                # As an fma, since `score + dot` would be folded into one running sum again.
-                score = tl.fma(
-                    score, tl.full(score.shape, 1.0, tl.float32), tl.dot(q, tl.trans(k), input_precision="ieee")
-                )
-        else:
-            k = tl.load(k_rows + d[None, :], mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-            score = tl.dot(q, tl.trans(k))
+        split_end = split_begin(first_split + 1, SPLITS)
 
-        visible = real[None, :] & inside[:, None]
+    # Blocks in the middle are seen whole by every row of the tile.
+    full_begin = last_block
+    full_end = last_block
+    if FULL:
+        seen = kv_len
         if CAUSAL:
-            visible = visible & (j[None, :] <= position[:, None])
-        if WINDOW_LEFT:
-            visible = visible & (j[None, :] >= position[:, None] - window_left)
+            seen = tl.minimum(seen, query_offset + first_i + 1)
         if WINDOW_RIGHT:
-            visible = visible & (j[None, :] <= position[:, None] + window_right)
-        if SOFTCAP:
-            score = tanh(score * softcap_in)
-        bias = 0.0
-        if MASK != 0:
-            mask_ptrs = mask_ptr + batch.to(tl.int64) * stride_mb + head.to(tl.int64)[:, None] * stride_mh
-            mask_ptrs += i.to(tl.int64)[:, None] * stride_mm + j.to(tl.int64)[None, :] * stride_mn
-            extra = tl.load(mask_ptrs, mask=visible, other=0)
-            if MASK == 1:
-                visible = visible & (extra != 0)
-            else:
-                visible = visible & (extra.to(tl.float32) > mask_floor)
-                bias = extra.to(tl.float32) * LOG2E
-        score = to_log2(score, unit, bias)
-        score = tl.where(visible, score, float("-inf"))
-        v_ptrs = v_base + j.to(tl.int64)[:, None] * stride_vn + dv[None, :]
-        v = tl.load(v_ptrs, mask=real[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
-        m, weight, acc = step(m, weight, acc, score, v, LANES)
+            seen = tl.minimum(seen, query_offset + first_i + window_right + 1)
+        full_end = tl.maximum(first_block, tl.minimum(last_block, tl.maximum(seen - origin, 0) // BLOCK_N))
+        full_begin = tl.cdiv(low, BLOCK_N)
+        if WINDOW_LEFT:
+            unseen = query_offset + last_i - window_left - origin
+            full_begin = tl.maximum(full_begin, tl.cdiv(tl.maximum(unseen, 0), BLOCK_N))
+        full_begin = tl.minimum(full_begin, full_end)
+    leading_end = full_begin if FULL else last_block
+    state = (m, lanes, acc, m_total, weight_total, acc_total, split_end)
+    for part in tl.static_range(2 if FULL else 1):
+        if part == 1 and FULL:
+            if full_begin < full_end:
+                state = full_blocks(
+                    q,
+                    key_desc,
+                    value_desc,
+                    k_base,
+                    v_base,
+                    batch,
+                    kv_head,
+                    key_row.to(tl.int32),
+                    origin,
+                    stride_kn,
+                    stride_vn,
+                    full_begin,
+                    full_end,
+                    *state,
+                    unit,
+                    softcap_in,
+                    SOFTCAP,
+                    SPLIT,
+                    SPLITS,
+                    HEAD_DIM,
+                    VALUE_DIM,
+                    BLOCK_N,
+                    BLOCK_D,
+                    BLOCK_DV,
+                )
+        if part == 1 or not FULL or WINDOW_LEFT or ORIGIN:
+            state = masked_blocks(
+                q,
+                q_rows,
+                k_base,
+                v_base,
+                mask_base,
+                key_mask_base,
+                origin,
+                kv_len,
+                high,
+                position,
+                inside,
+                stride_kn,
+                stride_vn,
+                stride_mn,
+                first_block if part == 0 else full_end,
+                leading_end if part == 0 else last_block,
+                *state,
+                unit,
+                softcap_in,
+                bias_in,
+                mask_floor,
+                window_left,
+                window_right,
+                CAUSAL,
+                WINDOW_LEFT,
+                WINDOW_RIGHT,
+                SOFTCAP,
+                MASK,
+                KEY_MASK,
+                SPLIT,
+                SPLITS,
+                HEAD_DIM,
+                VALUE_DIM,
+                BLOCK_R,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_DV,
+                1 if FULL else None,
+            )
+    m, lanes, acc, m_total, weight_total, acc_total, split_end = state
 
+    weight = lanes_to_weight(lanes)
     if SPLIT:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
         slot = ((sequence.to(tl.int64) * kv_heads + kv_head) * (row_tiles * BLOCK_R) + rows) * splits + split
         tl.store(part_state_ptr + slot * 2, m)
-        tl.store(part_state_ptr + slot * 2 + 1, tl.max(weight, 1))
+        tl.store(part_state_ptr + slot * 2 + 1, weight)
         if last_block > first_block:
             part_ptrs = part_out_ptr + slot[:, None] * VALUE_DIM + dv[None, :]
             tl.store(part_ptrs, acc, mask=inside[:, None] & (dv < VALUE_DIM)[None, :])
     else:
-        m_total, scale_total, scale = merge_scales(m_total, m)
-        # The lanes are equal: their maximum is any of them.
-        weight_total = tl.max(merge(weight_total, scale_total[:, None], weight, scale[:, None]), 1)
-        acc_total = merge(acc_total, scale_total[:, None], acc, scale[:, None])
-        if SINKS:
-            sink = to_log2(tl.load(sinks_ptr + head).to(tl.float32), LOG2E, 0.0)
-            scale_out, weight_total = sink_scales(m_total, weight_total, sink)
-            acc_total = acc_total * scale_out[:, None]
-        result = normalise(acc_total, weight_total[:, None])
+        m_total, weight_total, acc_total = fold_split(m_total, weight_total, acc_total, m, weight, acc)
+        sink = tl.load(sinks_ptr + head) if SINKS else m_total
+        result = finish(m_total, weight_total, acc_total, sink, SINKS)
         out_row = (batch.to(tl.int64) * q_len + query_row + i) * (kv_heads * GROUP) + head
         out_ptrs = out_ptr + out_row[:, None] * VALUE_DIM + dv[None, :]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (dv < VALUE_DIM)[None, :])
@@ -260,11 +282,11 @@ def combine_kernel(
     VALUE_DIM: tl.constexpr,
     SINKS: tl.constexpr,
     VARLEN: tl.constexpr,
+    PDL: tl.constexpr,  # this kernel was started before the one that it waits for had ended
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
     """Fold the splits of one row from left to right, with the arithmetic of `attention_kernel`'s own folding."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0).to(tl.int64)
     row = pid % (max_q_len * GROUP)
     kv_head = (pid // (max_q_len * GROUP)) % kv_heads
@@ -277,6 +299,8 @@ def combine_kernel(
         out_row = begin + i
         q_len = (tl.load(cu_query_ptr + batch + 1) - begin).to(tl.int32)
     if i < q_len:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         slot = ((batch * kv_heads + kv_head) * padded_rows + row) * splits
         dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
         m_total = tl.full((1,), float("-inf"), tl.float32)
@@ -292,13 +316,8 @@ def combine_kernel(
                 # An empty split wrote no output: leave its memory alone.
                 filled = (m > float("-inf"))[:, None] & (dv < VALUE_DIM)[None, :]
                 acc = tl.load(part_out_ptr + at[:, None] * VALUE_DIM + dv[None, :], mask=filled, other=0.0)
-                m_total, scale_total, scale = merge_scales(m_total, m)
-                weight_total = merge(weight_total, scale_total, weight, scale)
-                acc_total = merge(acc_total, scale_total[:, None], acc, scale[:, None])
-        if SINKS:
-            sink = to_log2(tl.load(sinks_ptr + head + one).to(tl.float32), LOG2E, 0.0)
-            scale_out, weight_total = sink_scales(m_total, weight_total, sink)
-            acc_total = acc_total * scale_out[:, None]
-        result = normalise(acc_total, weight_total[:, None])
+                m_total, weight_total, acc_total = fold_split(m_total, weight_total, acc_total, m, weight, acc)
+        sink = tl.load(sinks_ptr + head + one) if SINKS else m_total
+        result = finish(m_total, weight_total, acc_total, sink, SINKS)
         out_ptrs = out_ptr + (out_row * (kv_heads * GROUP) + head) * VALUE_DIM + dv[None, :] + one[:, None]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=(dv < VALUE_DIM)[None, :] & (one == 0)[:, None])

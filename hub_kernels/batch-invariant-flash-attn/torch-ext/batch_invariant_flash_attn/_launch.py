@@ -5,17 +5,58 @@ import math
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import contract, plan
+from . import contract, plan, selfcheck
 from ._attention_kernel import attention_kernel, combine_kernel
 
 LOG2E = math.log2(math.e)
 
 
+# Triton releases with which the GPU tests of the Hopper kernel passed; it is written in Triton's experimental dialect.
+HOPPER_KERNEL_TRITON = ("3.6",)
+
+
 @functools.cache
-def _multiprocessors(index: int) -> int:
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count  # order-free: whether splits run in one program or in several
+def gpu_of(device: torch.device) -> plan.Gpu:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return plan.Gpu(capability=(0, 0), multiprocessors=1)
+    properties = torch.cuda.get_device_properties(device)
+    return plan.Gpu(
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,  # order-free: whether splits run in one program or several
+        hopper_kernel=triton.__version__.startswith(HOPPER_KERNEL_TRITON),
+    )
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """The strides, with a valid one where a dimension of size 1 does not use its own."""
+    return [stride if size > 1 else 8 for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False)] + [1]
+
+
+def _describable(tensor: torch.Tensor, columns: int) -> bool:
+    """Whether a tensor descriptor can serve tiles of `columns` columns of tensor (B, H, L, D)."""
+    strides = _strides(tensor)
+    return (
+        tensor.shape[-1] == columns
+        and tensor.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 and stride > 0 for stride in strides[:-1])
+    )
+
+
+def _descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """For tiles (1, 1, rows, D) of tensor (B, H, L, D)."""
+    return TensorDescriptor(tensor, list(tensor.shape), _strides(tensor), [1, 1, rows, tensor.shape[-1]])
+
+
+def _hopper_descriptor(tensor: torch.Tensor, rows: int):
+    """As `_descriptor`, for the Hopper kernel."""
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    block = [1, 1, rows, tensor.shape[-1]]
+    layout = NVMMASharedLayout.get_default_for(block, bfloat16 if tensor.dtype == torch.bfloat16 else float16)
+    return GluonDescriptor(tensor, list(tensor.shape), _strides(tensor), block, layout)
 
 
 def _dense_last(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +83,7 @@ def launch_attention(
 ) -> torch.Tensor:
     """query (B, Hq, Q, D), key (B, Hkv, KV, D), value (B, Hkv, KV, Dv) -> (B, Q, Hq, Dv) contiguous.
 
-    `tile` and `split` override the plan (tests, tuning); the bits are the same for every choice.
+    `tile` and `split`, given together, override the plan (tests, tuning); the bits are the same for every choice.
     """
     batch, heads, q_len, _ = query.shape
     return _launch(
@@ -141,19 +182,35 @@ def _launch(
     kv_heads, value_dim = key.shape[1], value.shape[3]
     group = heads // kv_heads
     shape = dict(head_dim=head_dim, value_head_dim=value_dim, dtype=query.dtype)
-    tile = tile or plan.attention_tile(rows=q_len * group, **shape)
-    row_tiles = triton.cdiv(q_len * group, tile.rows)
-    programs = sequences * kv_heads * row_tiles
+    gpu = gpu_of(query.device)
+    kv_block = contract.attention_contract(**shape).kv_block
+    block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
+    full = mask is None and key_mask is None and query.dtype != torch.float32
+    descriptors = gpu.descriptors and full and _describable(key, block_d) and _describable(value, block_dv)
 
+    if query_offset is None and window[0] >= kv_len - 1:
+        window = (-1, window[1])  # reaches behind the first key
     span = kv_len
     if window[0] >= 0 and (causal or window[1] >= 0):
-        span = min(kv_len, window[0] + max(window[1], 0) + triton.cdiv(tile.rows, group) + 1)
+        span = min(kv_len, window[0] + max(window[1], 0) + q_len)
     splits = _most_splits(span, anywhere=origin is not None or window[0] >= 0)
+    if tile is None:
+        free = selfcheck.tiles_agree(device=query.device, **shape)
+        full, descriptors = full and free, descriptors and free
+        tile, split = plan.attention_tile(
+            rows=q_len * group,
+            heads=sequences * kv_heads,
+            splits=splits,
+            split_bytes=(value_dim + 2) * 4,
+            plain=descriptors,
+            gpu=gpu,
+            **shape,
+        )
+        tile = tile if free else plan.only_tile(**shape)
+    assert not tile.hopper or (descriptors and not split), tile
+    row_tiles = triton.cdiv(q_len * group, tile.rows)
+    programs = sequences * kv_heads * row_tiles
     padded_rows = row_tiles * tile.rows
-    workspace = sequences * kv_heads * padded_rows * splits * (value_dim + 2) * 4
-    if split is None:
-        sms = _multiprocessors(query.device.index) if query.is_cuda else 1
-        split = splits > 1 and programs < plan.SPLIT_BELOW_PROGRAMS_PER_SM * sms and workspace <= plan.WORKSPACE_LIMIT
     part_out = part_state = None
     if split:
         parts = (sequences, kv_heads, padded_rows, splits)
@@ -171,10 +228,52 @@ def _launch(
         key_mask = _dense_last(key_mask).view(torch.uint8)
     cu_query, cu_key = cu_seqlens or (None, None)
 
+    pdl = bool(split) and gpu.descriptors
+    descriptors = descriptors and tile.rows >= 64  # a decode step is too short to pay for making them
+    if tile.hopper:
+        from ._hopper_kernel import hopper_attention_kernel
+
+        hopper_attention_kernel[(min(programs, gpu.multiprocessors),)](
+            query,
+            _hopper_descriptor(key, kv_block),
+            _hopper_descriptor(value, kv_block),
+            out,
+            sinks,
+            origin,
+            query_offset,
+            cu_query,
+            cu_key,
+            q_len,
+            kv_len,
+            kv_heads,
+            row_tiles,
+            sequences * kv_heads,
+            plan.heads_at_once(kv_len * (head_dim + value_dim) * key.element_size()),
+            (softcap or scale) * LOG2E,
+            scale / softcap if softcap else 0.0,
+            *window,
+            *query.stride()[:3],
+            GROUP=group,
+            CAUSAL=causal,
+            WINDOW_LEFT=window[0] >= 0,
+            WINDOW_RIGHT=window[1] >= 0,
+            SOFTCAP=softcap > 0,
+            SINKS=sinks is not None,
+            ORIGIN=origin is not None,
+            QUERY_OFFSET=query_offset is not None,
+            VARLEN=cu_seqlens is not None,
+            SPLITS=contract.SPLIT_STRETCHES,
+            STAGES=tile.stages,
+            num_warps=4,
+            maxnreg=168,
+        )
+        return out
     attention_kernel[(programs, splits if split else 1)](
         query,
         key,
         value,
+        _descriptor(key, kv_block) if descriptors else None,
+        _descriptor(value, kv_block) if descriptors else None,
         out,
         part_out,
         part_state,
@@ -192,6 +291,7 @@ def _launch(
         splits,
         (softcap or scale) * LOG2E,
         scale / softcap if softcap else 0.0,
+        1 / (softcap or scale),
         floor,
         window[0],
         window[1],
@@ -214,15 +314,18 @@ def _launch(
         QUERY_OFFSET=query_offset is not None,
         VARLEN=cu_seqlens is not None,
         SPLIT=split,
+        SPLITS=contract.SPLIT_STRETCHES,
+        FULL=full,
+        PDL=pdl,
         BLOCK_R=tile.rows,
-        BLOCK_N=contract.attention_contract(**shape).kv_block,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_DV=triton.next_power_of_2(value_dim),
+        BLOCK_N=kv_block,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if split:
-        block_dv = min(64, triton.next_power_of_2(value_dim))
+        block_dv = min(64, block_dv)
         combine_kernel[(sequences * kv_heads * q_len * group, triton.cdiv(value_dim, block_dv))](
             part_out,
             part_state,
@@ -238,8 +341,10 @@ def _launch(
             VALUE_DIM=value_dim,
             SINKS=sinks is not None,
             VARLEN=cu_seqlens is not None,
-            BLOCK_S=8,
+            PDL=pdl,
+            BLOCK_S=16,
             BLOCK_DV=block_dv,
             num_warps=1,
+            **({"launch_pdl": True} if pdl else {}),
         )
     return out

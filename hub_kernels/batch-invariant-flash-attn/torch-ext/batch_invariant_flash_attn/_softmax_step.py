@@ -3,13 +3,16 @@
 State of a row: maximum m (log2 units), weight = sum of exp2(score - m), acc = sum of exp2(score - m) * value.
 Multiply-adds are spelt out with `tl.fma`, since a compiler may contract `a * b + c` in one kernel and not in another.
 
-The weight is a product with ones, LANES equal columns of it, summed like the output. `tl.sum` would not do: its order
-follows the layout that the compiler picks for the scores, which changes with the mask and the tile. A matrix product
-has one order.
+The weight is kept in LANES partial sums and added up by `halve`, not by `tl.sum`, whose order follows the layout that
+the compiler picks for the scores, which changes with the mask and the tile. In the layout of a matrix product's result
+the additions below need no exchange between threads.
 """
 
 import triton
 import triton.language as tl
+
+# Partial sums that a row's weight is kept in: the threads that share a row of a matrix product's result.
+LANES = tl.constexpr(4)
 
 
 @triton.jit
@@ -19,30 +22,46 @@ def _finite(m):
 
 
 @triton.jit
-def to_log2(score, unit, bias):
-    """score * unit + bias, rounded once, whether or not a mask adds a bias (0.0 if not)."""
-    return tl.fma(score, tl.zeros_like(score) + unit, tl.zeros_like(score) + bias)
+def _halve(x):
+    """(R, A, 2 * B) -> (R, A, B): neighbours added. The order is part of the contract."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+    return even + odd
 
 
 @triton.jit
-def step(m, weight, acc, score, value, LANES: tl.constexpr):
-    """Take one KV block: m (R,), weight (R, LANES), acc (R, Dv); score (R, N) in log2 units, -inf where masked;
-    value (N, Dv).
+def lane_sums(p):
+    """(R, N) -> (R, LANES): lane l takes the pairs of columns 2 * l, 2 * l + 1 of every 8, added up as a tree."""
+    R: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    pairs = _halve(tl.reshape(p, (R, N // 8, 2 * LANES)))
+    x = tl.permute(pairs, (0, 2, 1))
+    for _ in tl.static_range(4):
+        if x.shape[2] > 1:
+            x = _halve(x)
+    return tl.reshape(x, (R, LANES))
+
+
+@triton.jit
+def lanes_to_weight(lanes):
+    """(R, LANES) -> (R,)."""
+    R: tl.constexpr = lanes.shape[0]
+    return tl.reshape(_halve(_halve(tl.reshape(lanes, (R, 1, LANES)))), (R,))
+
+
+@triton.jit
+def softmax_step(m, score, unit):
+    """Take one KV block's scores (R, N), -inf where masked, worth `unit` log2 units each: new m (R,),
+    p = exp2(score * unit - m) (R, N) and the factor alpha (R,) of what was summed before.
     """
-    m_new = tl.maximum(m, tl.max(score, 1))
+    m_new = tl.maximum(m, tl.max(score, 1) * unit)
     base = _finite(m_new)
-    p = tl.math.exp2(score - base[:, None])
-    alpha = tl.math.exp2(m - base)[:, None]
-    p = p.to(value.dtype)
-    ones = tl.full((value.shape[0], LANES), 1.0, value.dtype)
-    if value.dtype == tl.float32:
-        # The block is summed by itself: one running sum over all keys would lose accuracy that float32 can show.
-        weight = tl.fma(weight, tl.zeros_like(weight) + alpha, tl.dot(p, ones, input_precision="ieee"))
-        acc = tl.fma(acc, tl.zeros_like(acc) + alpha, tl.dot(p, value, input_precision="ieee"))
-    else:
-        weight = tl.dot(p, ones, weight * alpha)
-        acc = tl.dot(p, value, acc * alpha)
-    return m_new, weight, acc
+    return m_new, tl.math.exp2(tl.fma(score, unit, -base[:, None])), tl.math.exp2(m - base)
+
+
+@triton.jit
+def add_weights(lanes, alpha, p):
+    """Partial sums (R, LANES) of the weights with the block's p (R, N) added."""
+    return tl.fma(lanes, alpha[:, None], lane_sums(p))
 
 
 @triton.jit
@@ -60,36 +79,28 @@ def merge(total, scale_total, part, scale_part):
 
 
 @triton.jit
-def sink_scales(m, weight, sink):
-    """Let a learned logit (log2 units) take its share of the sum: factor of the output, new sum."""
-    m_new, scale, share = merge_scales(m, sink)
-    return scale, tl.fma(weight, scale, share)
+def fold_split(m_total, weight_total, acc_total, m, weight, acc):
+    """Fold the next split's m (R,), weight (R,) and acc (R, Dv) into the totals."""
+    m_total, scale_total, scale = merge_scales(m_total, m)
+    weight_total = merge(weight_total, scale_total, weight, scale)
+    return m_total, weight_total, merge(acc_total, scale_total[:, None], acc, scale[:, None])
 
 
 @triton.jit
-def normalise(acc, weight):
-    """acc / weight; a row that saw no key gives zeros."""
-    return tl.where(weight == 0.0, 0.0, acc / tl.where(weight == 0.0, 1.0, weight))
+def finish(m_total, weight_total, acc_total, sink, SINKS: tl.constexpr):
+    """acc / weight, with a learned logit `sink` (R,) taking its share of the sum; a row that saw no key gives zeros."""
+    if SINKS:
+        # As an fma, so that no compiler can merge the product with what follows.
+        sink = sink.to(tl.float32)
+        sink = tl.fma(sink, 1.4426950408889634, 0.0)
+        _, scale, share = merge_scales(m_total, sink)
+        weight_total = tl.fma(weight_total, scale, share)
+        acc_total = acc_total * scale[:, None]
+    weight = weight_total[:, None]
+    return tl.where(weight == 0.0, 0.0, acc_total / tl.where(weight == 0.0, 1.0, weight))
 
 
 @triton.jit
 def tanh(x):
-    """tanh to float32 accuracy from exp2: a series near 0, where 1 - exp2(..) would cancel."""
-    a = tl.abs(x)
-    e = tl.math.exp2(a * -2.8853900817779268)
-    far = (1.0 - e) / (1.0 + e)
-    s = x * x
-    near = (
-        tl.fma(
-            tl.fma(
-                tl.fma(tl.fma(s, 0.021869488536155203, -0.053968253968253971), s, 0.13333333333333333),
-                s,
-                -0.33333333333333333,
-            ),
-            s,
-            1.0,
-        )
-        * a
-    )
-    t = tl.where(a < 0.25, near, far)
-    return tl.where(x < 0, -t, t)
+    """tanh to an absolute error of float32's epsilon: scores are only compared by their difference."""
+    return 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)

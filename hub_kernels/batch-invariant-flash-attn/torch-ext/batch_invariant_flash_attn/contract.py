@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 
 # Raised when the bits of any op in this package change on purpose.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 257, 8)
 
 # Splits are short where a decode step needs many of them to fill a GPU, and longer further out:
 # (first key, length) of each stretch, in keys from the origin.
-SPLIT_STRETCHES = ((0, 512), (8192, 1024), (32768, 4096))
+SPLIT_STRETCHES = ((0, 256), (4096, 512), (8192, 1024), (32768, 2048))
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class AttentionContract:
 def attention_contract(*, head_dim: int, value_head_dim: int, dtype: torch.dtype) -> AttentionContract:
     """The contract of one head shape on a GPU."""
     assert dtype in DTYPES, dtype
-    return AttentionContract(kv_block=32 if dtype == torch.float32 else 64)
+    if dtype == torch.float32:
+        return AttentionContract(kv_block=32)
+    return AttentionContract(kv_block=128 if max(head_dim, value_head_dim) <= 64 else 64)
 
 
 def split_of(position: int) -> int:

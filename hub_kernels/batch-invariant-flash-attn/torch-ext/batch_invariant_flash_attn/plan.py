@@ -1,41 +1,103 @@
-"""Which tile serves which call: speed only.
+"""Which tile serves which call, and whether splits run in programs of their own: speed only.
 
-A row is summed by matrix products alone, which give it the same bits in every tile below, so the query length may
-choose freely; a GPU test runs each tile against the others.
+A row is summed in an order that is the same in every tile of `tiles.py`, so the query length and the size of the GPU
+may choose freely.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from . import tiles
+from .tiles import Tile
+
 # A call is cut into one program per split when its row tiles alone would leave the GPU this empty (programs per SM).
-SPLIT_BELOW_PROGRAMS_PER_SM = 4
+SPLIT_BELOW_PROGRAMS_PER_SM = 0.75
 # Bytes of partial results that a split launch may use.
 WORKSPACE_LIMIT = 512 * 2**20
+# Bytes of keys and values that are read again and again while row tiles of their heads run.
+L2_SHARE = 24 * 2**20
 
 
 @dataclass(frozen=True)
-class Tile:
-    """rows: packed (query, head of the group) rows a program holds."""
+class Gpu:
+    """capability: NVIDIA's compute capability, (0, 0) on other vendors' GPUs and under the interpreter. hopper_kernel:
+    the Triton release is one for which the Hopper kernel was tested.
+    """
 
-    rows: int
-    warps: int
-    stages: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    hopper_kernel: bool = False
 
-
-def attention_tile(*, rows: int, head_dim: int, value_head_dim: int, dtype: torch.dtype) -> Tile:
-    """The tile for `rows` packed query rows of one KV head."""
-    wide = max(head_dim, value_head_dim) > 128
-    if dtype == torch.float32:  # no tensor core: the thread layout follows the tile, so there is one tile only
-        return Tile(rows=32, warps=4, stages=1)
-    if wide:
-        return Tile(rows=64, warps=8 if rows > 64 else 4, stages=2)
-    if rows <= 64:
-        return Tile(rows=64, warps=4, stages=3)
-    return Tile(rows=128, warps=8, stages=3)
+    @property
+    def descriptors(self) -> bool:
+        """Tensor descriptors and dependent launches in hardware."""
+        return self.capability >= (9, 0)
 
 
-def all_tiles(*, head_dim: int, value_head_dim: int, dtype: torch.dtype) -> list[Tile]:
+def _row_tile(table: tuple, rows: int) -> Tile:
+    return next(tile for most, tile in table if most is None or rows <= most)
+
+
+def _head_class(head_dim: int, value_head_dim: int) -> int:
+    return next(widest for widest in (64, 128, 256) if max(head_dim, value_head_dim) <= widest)
+
+
+def _hopper_tile(head_dim: int, value_head_dim: int, gpu: Gpu) -> Tile | None:
+    if not gpu.hopper_kernel or gpu.capability != (9, 0) or {head_dim, value_head_dim} - {64, 128}:
+        return None
+    return tiles.HOPPER[_head_class(head_dim, value_head_dim)]
+
+
+def only_tile(*, head_dim: int, value_head_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile that serves everything where the tiles were not seen to agree."""
+    if dtype == torch.float32:
+        return tiles.FLOAT32[_head_class(head_dim, value_head_dim)]
+    return _row_tile(tiles.DEFAULT[_head_class(head_dim, value_head_dim)], 10**6)
+
+
+def attention_tile(
+    *,
+    rows: int,
+    heads: int,
+    splits: int,
+    split_bytes: int,
+    head_dim: int,
+    value_head_dim: int,
+    dtype: torch.dtype,
+    plain: bool,
+    gpu: Gpu,
+) -> tuple[Tile, bool]:
+    """The tile for `rows` packed query rows of each of `heads` KV heads, and whether to launch a program per split.
+
+    splits: how many a row may touch. split_bytes: partial results of one row and split. plain: nothing but positions
+    and windows hides a key, and the operands allow tensor descriptors.
+    """
+    if dtype == torch.float32:
+        tile = only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)
+    else:
+        table = tiles.TUNED.get(gpu.capability, tiles.DEFAULT)
+        tile = _row_tile(table[_head_class(head_dim, value_head_dim)], rows)
+    row_tiles = -(-rows // tile.rows)
+    workspace = heads * row_tiles * tile.rows * splits * split_bytes
+    few = heads * row_tiles < SPLIT_BELOW_PROGRAMS_PER_SM * gpu.multiprocessors
+    if splits > 1 and few and workspace <= WORKSPACE_LIMIT:
+        return tile, True
+    hopper = _hopper_tile(head_dim, value_head_dim, gpu) if plain and dtype != torch.float32 else None
+    return (hopper if hopper is not None and rows > 64 else tile), False
+
+
+def heads_at_once(bytes_each: int) -> int:
+    """How many KV heads the Hopper kernel walks side by side, so that their keys and values stay in the L2 cache."""
+    return max(1, L2_SHARE // max(bytes_each, 1))
+
+
+def all_tiles(*, head_dim: int, value_head_dim: int, dtype: torch.dtype, gpu: Gpu) -> list[Tile]:
     """Every tile that `attention_tile` can return for a head shape (for the test that they agree)."""
-    shape = dict(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)
-    return list(dict.fromkeys(attention_tile(rows=rows, **shape) for rows in (1, 10**6)))
+    if dtype == torch.float32:
+        return [only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)]
+    widest = _head_class(head_dim, value_head_dim)
+    tables = (tiles.DEFAULT[widest], tiles.TUNED.get(gpu.capability, tiles.DEFAULT)[widest])
+    hopper = _hopper_tile(head_dim, value_head_dim, gpu)
+    own = [tile for table in tables for _, tile in table]
+    return list(dict.fromkeys(own + ([hopper] if hopper is not None else [])))

@@ -93,10 +93,11 @@ def _step(state, score: torch.Tensor, value: torch.Tensor):
     """Take one block into a running state (maximum, sum of the weights, sum of the weighted values)."""
     maximum, weight_sum, output = state
     new_maximum = torch.maximum(maximum, score.max())
-    # The weights are rounded to the dtype of the values, for the sum, too.
-    weights = torch.exp2(score - new_maximum).to(value.dtype).float()
+    weights = torch.exp2(score - new_maximum)
     shrink = torch.exp2(maximum - new_maximum)
-    return new_maximum, weight_sum * shrink + weights.sum(), output * shrink + weights @ value.float()
+    # A product with the values needs weights of their dtype; the sum of the weights does not.
+    rounded = weights.to(value.dtype).float()
+    return new_maximum, weight_sum * shrink + weights.sum(), output * shrink + rounded @ value.float()
 
 
 def _fold(total, part):

@@ -6,19 +6,27 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import contract, plan
-from ._grouped_linear_kernel import grouped_linear_kernel
+from . import _cublaslt, contract, plan, selfcheck
+from ._grouped_linear_kernel import grouped_linear_kernel, grouped_linear_tma_kernel
 from ._linear_kernel import linear_kernel, linear_tma_kernel
 
 
 @functools.cache
-def _device(index: int | None) -> tuple[int, bool]:
-    """(multiprocessors, has tensor descriptors in hardware); a CPU under Triton's interpreter has index None."""
-    if index is None:
-        return 4, False
-    properties = torch.cuda.get_device_properties(index)
-    count = properties.multi_processor_count  # order-free: it sizes a persistent grid of whole tiles
-    return count, properties.major >= 9 and torch.version.hip is None
+def gpu_of(device: torch.device) -> plan.Gpu:
+    """What the plan needs to know of a device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return plan.Gpu(capability=(0, 0), multiprocessors=4)
+    properties = torch.cuda.get_device_properties(device)
+    return plan.Gpu(
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,  # order-free: it sizes a persistent grid of whole tiles
+    )
+
+
+def _choose_tile(x: torch.Tensor, rows: int, n: int, descriptors: bool) -> plan.Tile:
+    if not selfcheck.tiles_agree(x.dtype, x.device):
+        return plan.only_tile(x.dtype)
+    return plan.linear_tile(rows=rows, n=n, dtype=x.dtype, descriptors=descriptors, gpu=gpu_of(x.device))
 
 
 def _compensated(n: int, k: int, dtype: torch.dtype, tile: plan.Tile) -> bool:
@@ -42,21 +50,56 @@ def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
 
 
+_TMA_TILE = plan.Tile(64, 64, 64, warps=4, stages=2, tma=True)
+
+
+def serves(tile: plan.Tile, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the GPU and the operands allow a tile."""
+    return not tile.tma or (
+        gpu_of(x.device).descriptors
+        and _rows_aligned(x)
+        and _rows_aligned(weight)
+        and weight.shape[0] * x.element_size() % 16 == 0
+    )
+
+
+def _second_engine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _cublaslt.Product | None:
+    """cuBLASLt's product where it may serve, else None. Where it may, it was never slower than our tiles by much."""
+    if x.device.type != "cuda" or x.dtype == torch.float32 or plan.engine() != "auto":
+        return None
+    if plan.prefers_triton(rows=x.shape[0], n=weight.shape[0], gpu=gpu_of(x.device)):
+        return None
+    product = _cublaslt.product(x, weight, bias)
+    return product if product is not None and selfcheck.admits(product, x, weight, bias) else None
+
+
+def engine_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
+    """ "cublaslt" or "triton": which engine serves this call."""
+    x = x.reshape(-1, x.shape[-1])
+    return "triton" if x.shape[0] == 0 or _second_engine(x, weight, bias) is None else "cublaslt"
+
+
 def launch_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: plan.Tile | None = None
 ) -> torch.Tensor:
-    """x (M, K), weight (N, K), any strides, bias (N,) or None -> (M, N). `tile` overrides the plan (tests, tuning)."""
+    """x (M, K), weight (N, K), any strides, bias (N,) or None -> (M, N).
+
+    `tile` overrides the plan (tests, tuning) and keeps to Triton.
+    """
     rows, k = x.shape
     n = weight.shape[0]
     y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    sms, descriptors = _device(x.device.index)
-    descriptors = descriptors and _rows_aligned(x) and _rows_aligned(weight) and n * x.element_size() % 16 == 0
-    tile = tile or plan.linear_tile(rows=rows, n=n, dtype=x.dtype, descriptors=descriptors, multiprocessors=sms)
+    if tile is None:
+        product = _second_engine(x, weight, bias)
+        if product is not None:
+            product(x, weight, bias, y)
+            return y
+        tile = _choose_tile(x, rows, n, serves(_TMA_TILE, x, weight))
     if not tile.tma:
         return _launch_pointer(x[None], weight[None], bias, y[None], tile)[0]
-    programs = min(sms, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n))
+    programs = min(gpu_of(x.device).multiprocessors, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n))
     linear_tma_kernel[(programs,)](
         _descriptor(x, tile.m, tile.k),
         _descriptor(weight, tile.n, tile.k),
@@ -82,14 +125,8 @@ def launch_bmm(x: torch.Tensor, y: torch.Tensor, tile: plan.Tile | None = None) 
     out = torch.empty((batch, rows, y.shape[2]), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or _pointer_tile(x, rows, n=y.shape[2])
+    tile = tile or _choose_tile(x, rows, y.shape[2], descriptors=False)
     return _launch_pointer(x, y.transpose(1, 2), None, out, tile)
-
-
-def _pointer_tile(x: torch.Tensor, rows: int, n: int) -> plan.Tile:
-    return plan.linear_tile(
-        rows=rows, n=n, dtype=x.dtype, descriptors=False, multiprocessors=_device(x.device.index)[0]
-    )
 
 
 def _launch_pointer(x, weight, bias, y, tile: plan.Tile) -> torch.Tensor:
@@ -125,27 +162,45 @@ def launch_grouped_linear(
     """x (T, K) sorted by expert, weight (E, N, K), offsets (E,) int32 -> (T, N); rows past the last offset are 0."""
     rows, k = x.shape
     experts, n, _ = weight.shape
-    y = torch.zeros((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0 or experts == 0:
+        return x.new_zeros(rows, n)
+    y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    tma = x.dtype != torch.float32 and weight.is_contiguous() and serves(_TMA_TILE, x, weight[0])
+    if tile is None:
+        tile = plan.only_tile(x.dtype)
+        if selfcheck.tiles_agree(x.dtype, x.device):
+            tile = plan.grouped_tile(
+                rows=rows, experts=experts, n=n, dtype=x.dtype, descriptors=tma, gpu=gpu_of(x.device)
+            )
+    sizes = dict(
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        BLOCK_E=triton.next_power_of_2(experts + 1),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    tiles_n = triton.cdiv(n, tile.n)
+    most_tiles = (rows // tile.m + min(experts, rows) + 1) * tiles_n
+    if tile.tma:
+        programs = min(gpu_of(x.device).multiprocessors, most_tiles)
+        operands = _descriptor(x, tile.m, tile.k), _descriptor(weight.view(-1, k), tile.n, tile.k)
+        grouped_linear_tma_kernel[(programs,)](*operands, offsets, y, experts, rows, n, k, programs, **sizes)
         return y
-    tile = tile or _pointer_tile(x, triton.cdiv(rows, experts), n)
-    grid = ((triton.cdiv(rows, tile.m) + experts) * triton.cdiv(n, tile.n),)
-    grouped_linear_kernel[grid](
+    grouped_linear_kernel[(most_tiles,)](
         x,
         weight,
         offsets,
         y,
         experts,
+        rows,
         n,
         k,
         *x.stride(),
         *weight.stride(),
+        SWAP=tile.swap,
         EVEN_K=k % tile.k == 0,
         COMPENSATED=_compensated(n, k, x.dtype, tile),
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **sizes,
     )
     return y

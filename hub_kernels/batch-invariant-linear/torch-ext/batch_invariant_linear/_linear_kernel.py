@@ -7,7 +7,7 @@ from ._kloop import accumulate
 
 
 @triton.jit
-def _tile_of(pid, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+def tile_of(pid, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Walk GROUP_M tile rows together, so that neighbouring programs share weight rows in L2."""
     per_group = GROUP_M * tiles_n
     first_m = (pid // per_group) * GROUP_M
@@ -44,7 +44,7 @@ def linear_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     batch = (pid // (tiles_m * tiles_n)).to(tl.int64)
-    pid_m, pid_n = _tile_of(pid % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    pid_m, pid_n = tile_of(pid % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
 
     rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -86,7 +86,7 @@ def linear_tma_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     # order-free: a program takes whole tiles, each of which sums all of K
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs, flatten=True):
-        pid_m, pid_n = _tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(tl.cdiv(K, BLOCK_K)):
             x = x_desc.load([pid_m * BLOCK_M, step * BLOCK_K])

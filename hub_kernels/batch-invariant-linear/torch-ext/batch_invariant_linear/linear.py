@@ -32,6 +32,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _linear_op(x, weight, bias)
 
 
+def engine_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
+    """Which engine serves `linear(x, weight, bias)`: "cpu", "triton" or "cublaslt". All that may serve a GPU call give
+    the same bits; `HF_BATCHINV_ENGINE=triton` keeps to Triton.
+    """
+    if x.device.type == "cpu":
+        return "cpu"
+    from ._launch import engine_of as on_gpu  # imports triton
+
+    with torch.get_device_module(x.device).device(x.device):
+        return on_gpu(x, weight, bias)
+
+
 def _on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     from ._launch import launch_linear  # imports triton
 

@@ -1,0 +1,475 @@
+"""The prefill kernel for Hopper: one warp loads, two groups of four warps multiply, each 64 rows of the tile.
+
+Same contract and, through `_softmax_step`, the same arithmetic as `attention_kernel`; only who waits for what is spelt
+out here. A group overlaps the softmax of one block with the products of its neighbours, and the two groups drift apart
+until one multiplies while the other exponentiates. Method: Shah et al. 2024, "FlashAttention-3".
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ._blocks import split_begin, split_of
+from ._softmax_step import LANES, add_weights, finish, fold_split, lane_sums, lanes_to_weight, softmax_step, tanh
+
+# Rows of a tile, half of them for each group of warps.
+ROWS = gl.constexpr(128)
+
+
+@gluon.jit
+def _sequence(tensors, problem, batch, FLAGS: gl.constexpr):
+    """Where a sequence's queries and keys lie: batch index, first query row, first key row, q_len, kv_len, origin and
+    the key at which query 0 stands.
+    """
+    ORIGIN: gl.constexpr = FLAGS[5]
+    QUERY_OFFSET: gl.constexpr = FLAGS[6]
+    VARLEN: gl.constexpr = FLAGS[7]
+    _, _, _, origin_ptr, query_offset_ptr, cu_query_ptr, cu_key_ptr = tensors
+    q_len, kv_len, _, _, _, _, _, _ = problem
+    query_row = batch * 0
+    key_row = batch * 0
+    if VARLEN:
+        query_row = gl.load(cu_query_ptr + batch)
+        key_row = gl.load(cu_key_ptr + batch)
+        q_len = gl.load(cu_query_ptr + batch + 1) - query_row
+        kv_len = gl.load(cu_key_ptr + batch + 1) - key_row
+        batch = batch * 0
+    origin = batch * 0
+    if ORIGIN:
+        origin = gl.load(origin_ptr + batch)
+    query_offset = kv_len - q_len
+    if QUERY_OFFSET:
+        query_offset = gl.load(query_offset_ptr + batch)
+    return batch, query_row, key_row, q_len, kv_len, origin, query_offset
+
+
+@gluon.jit
+def _tile(number, tensors, problem, FLAGS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Row tile `number` of the launch: its sequence, and the keys that any of its rows can see as blocks counted from
+    the origin (first, end) and as a last key position.
+    """
+    CAUSAL: gl.constexpr = FLAGS[0]
+    LEFT: gl.constexpr = FLAGS[1]
+    RIGHT: gl.constexpr = FLAGS[2]
+    _, _, kv_heads, row_tiles, all_heads, heads_at_once, window_left, window_right = problem
+    # Programs take turns forwards and backwards, so that each gets its share of long and short tiles.
+    wave = number // gl.num_programs(0)
+    turn = number % gl.num_programs(0)
+    number = wave * gl.num_programs(0) + gl.where(wave % 2 == 0, turn, gl.num_programs(0) - 1 - turn)
+    # As many heads side by side as fit the cache, and of these the last (longest, if causal) row tiles first.
+    section = number // (heads_at_once * row_tiles)
+    side_by_side = gl.maximum(gl.minimum(heads_at_once, all_heads - section * heads_at_once), 1)
+    rest = number - section * heads_at_once * row_tiles
+    there = number < all_heads * row_tiles
+    head = gl.where(there, section * heads_at_once + rest % side_by_side, 0)
+    tile = gl.where(there, row_tiles - 1 - rest // side_by_side, row_tiles)  # past the end: no query is in it
+    kv_head = head % kv_heads
+    sequence = _sequence(tensors, problem, head // kv_heads, FLAGS)
+    _, _, _, q_len, kv_len, origin, query_offset = sequence
+    first_i = (tile * ROWS) // GROUP
+    last_i = gl.minimum((tile * ROWS + ROWS - 1) // GROUP, q_len - 1)
+    low = gl.maximum(origin, 0)
+    end = kv_len
+    if CAUSAL:
+        end = gl.minimum(end, query_offset + last_i + 1)
+    if RIGHT:
+        end = gl.minimum(end, query_offset + last_i + window_right + 1)
+    if LEFT:
+        low = gl.maximum(low, query_offset + first_i - window_left)
+    low -= origin
+    high = gl.where(first_i >= q_len, low, end - origin)
+    first_block = low // BLOCK_N
+    blocks = gl.where(high > low, gl.cdiv(high, BLOCK_N) - first_block, 0)
+    return tile, kv_head, sequence, low, end, first_block, blocks
+
+
+@gluon.jit
+def _load_blocks(descs, tensors, problem, buffers, barriers, tiles, sizes: gl.constexpr):
+    """The loading warp: keys and values of all blocks of all tiles, as buffers come free."""
+    FLAGS: gl.constexpr = sizes[0]
+    STAGES: gl.constexpr = sizes[2]
+    GROUP: gl.constexpr = sizes[3]
+    BLOCK_N: gl.constexpr = sizes[6]
+    key_desc, value_desc = descs
+    k_buffers, v_buffers = buffers
+    k_ready, k_free, v_ready, v_free = barriers
+    loaded = gl.to_tensor(0)
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, kv_head, sequence, _, _, first_block, blocks = _tile(number, tensors, problem, FLAGS, GROUP, BLOCK_N)
+        batch, _, key_row, _, _, origin, _ = sequence
+        for i in range(blocks):
+            slot = loaded % STAGES
+            phase = (loaded // STAGES) & 1
+            at = key_row + origin + (first_block + i) * BLOCK_N
+            mbarrier.wait(k_free.index(slot), phase ^ 1)
+            mbarrier.expect(k_ready.index(slot), key_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                key_desc, [batch, kv_head, at, 0], k_ready.index(slot), k_buffers.index(slot)
+            )
+            mbarrier.wait(v_free.index(slot), phase ^ 1)
+            mbarrier.expect(v_ready.index(slot), value_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                value_desc, [batch, kv_head, at, 0], v_ready.index(slot), v_buffers.index(slot)
+            )
+            loaded += 1
+
+
+@gluon.jit
+def _masked(score, first, position, limits, CAUSAL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """score (R, N) of the keys from `first` on, -inf where hidden."""
+    end, window_left, window_right = limits
+    j = first + gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, score.type.layout))
+    visible = ((j >= 0) & (j < end))[None, :]
+    if CAUSAL:
+        visible = visible & (j[None, :] <= position[:, None])
+    if LEFT:
+        visible = visible & (j[None, :] >= position[:, None] - window_left)
+    if RIGHT:
+        visible = visible & (j[None, :] <= position[:, None] + window_right)
+    return gl.where(visible, score, float("-inf"))
+
+
+@gluon.jit
+def _weight(lanes, layout: gl.constexpr):
+    """`lanes_to_weight`, with a row's lanes brought to one thread first."""
+    together: gl.constexpr = gl.BlockedLayout([1, LANES], [32, 1], [4, 1], [1, 0])
+    return gl.convert_layout(lanes_to_weight(gl.convert_layout(lanes, together)), layout)
+
+
+@gluon.jit
+def _steps(
+    q,
+    buffers,
+    barriers,
+    state,
+    begin,
+    stop,
+    done,
+    first,
+    first_block,
+    position,
+    limits,
+    units,
+    MASKED: gl.constexpr,
+    FLAGS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Scores of blocks begin ... stop - 1 of the tile, values of the blocks before them; `done` blocks came before."""
+    CAUSAL: gl.constexpr = FLAGS[0]
+    LEFT: gl.constexpr = FLAGS[1]
+    RIGHT: gl.constexpr = FLAGS[2]
+    SOFTCAP: gl.constexpr = FLAGS[3]
+    k_buffers, v_buffers = buffers
+    k_ready, k_free, v_ready, v_free = barriers
+    unit, softcap_in = units
+    m, lanes, acc, p, fresh, m_total, weight_total, acc_total, split_end = state
+    HALF_ROWS: gl.constexpr = q.shape[0]
+    BLOCK_D: gl.constexpr = q.shape[1]
+    BLOCK_DV: gl.constexpr = acc.shape[1]
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    for i in range(begin, stop):
+        slot = (done + i) % STAGES
+        mbarrier.wait(k_ready.index(slot), ((done + i) // STAGES) & 1)
+        k = k_buffers.index(slot).reshape((BLOCK_N, BLOCK_D))
+        score = gl.zeros((HALF_ROWS, BLOCK_N), gl.float32, score_layout)
+        score_token = warpgroup_mma(q, k.permute((1, 0)), score, use_acc=False, is_async=True)
+        before = (done + i - 1) % STAGES
+        mbarrier.wait(v_ready.index(before), ((done + i - 1) // STAGES) & 1)
+        v = v_buffers.index(before).reshape((BLOCK_N, BLOCK_DV))
+        acc_token = warpgroup_mma(p, v, acc, use_acc=fresh == 0, is_async=True)
+        score = warpgroup_mma_wait(1, deps=(score_token,))
+        mbarrier.arrive(k_free.index(slot), count=1)
+        if SOFTCAP:
+            score = tanh(score * softcap_in)
+        if MASKED:
+            score = _masked(score, first + i * BLOCK_N, position, limits, CAUSAL, LEFT, RIGHT)
+        due = (first_block + i) * BLOCK_N >= split_end
+        m_split = m
+        lanes_split = lanes
+        m, weights, alpha = softmax_step(gl.where(due, float("-inf"), m), score, unit)
+        lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, lanes.type.layout))
+        lanes = add_weights(gl.where(due, 0.0, lanes), lane_alpha, weights)
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))
+        acc, p_used = warpgroup_mma_wait(0, deps=(acc_token, p))
+        mbarrier.arrive(v_free.index(before), count=1)
+        if due:
+            row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+            m_total, weight_total, acc_total = fold_split(
+                m_total,
+                weight_total,
+                acc_total,
+                gl.convert_layout(m_split, row),
+                _weight(lanes_split, row),
+                acc,
+            )
+            split_end = split_begin(split_of((first_block + i) * BLOCK_N, SPLITS) + 1, SPLITS)
+        fresh = due.to(gl.int32)
+        acc = acc * alpha[:, None]
+        p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    return m, lanes, acc, p, fresh, m_total, weight_total, acc_total, split_end
+
+
+@gluon.jit
+def _attend(
+    tensors, strides, problem, units, q_buffers, buffers, barriers, tiles, HALF: gl.constexpr, sizes: gl.constexpr
+):
+    """Four warps: one half of the rows of each tile over all of its blocks."""
+    FLAGS: gl.constexpr = sizes[0]
+    GROUP: gl.constexpr = sizes[3]
+    BLOCK_N: gl.constexpr = sizes[6]
+    done = gl.to_tensor(0)
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        place = _tile(number, tensors, problem, FLAGS, GROUP, BLOCK_N)
+        _attend_tile(
+            place, tensors, strides, problem, units, q_buffers.index(HALF), buffers, barriers, done, HALF, sizes
+        )
+        done += place[6]
+
+
+@gluon.jit
+def _attend_tile(
+    place,
+    tensors,
+    strides,
+    problem,
+    units,
+    q_buffer,
+    buffers,
+    barriers,
+    done,
+    HALF: gl.constexpr,
+    sizes: gl.constexpr,
+):
+    FLAGS: gl.constexpr = sizes[0]
+    SPLITS: gl.constexpr = sizes[1]
+    STAGES: gl.constexpr = sizes[2]
+    GROUP: gl.constexpr = sizes[3]
+    HEAD_DIM: gl.constexpr = sizes[4]
+    VALUE_DIM: gl.constexpr = sizes[5]
+    BLOCK_N: gl.constexpr = sizes[6]
+    CAUSAL: gl.constexpr = FLAGS[0]
+    LEFT: gl.constexpr = FLAGS[1]
+    RIGHT: gl.constexpr = FLAGS[2]
+    SOFTCAP: gl.constexpr = FLAGS[3]
+    SINKS: gl.constexpr = FLAGS[4]
+    HALF_ROWS: gl.constexpr = ROWS // 2
+    query_ptr, out_ptr, sinks_ptr, _, _, _, _ = tensors
+    stride_qb, stride_qh, stride_qm = strides
+    tile, kv_head, sequence, low, end, first_block, count = place
+    batch, query_row, _, q_len, _, origin, query_offset = sequence
+    _, _, kv_heads, _, _, _, window_left, window_right = problem
+    unit, softcap_in = units
+    k_buffers, v_buffers = buffers
+    k_ready, k_free, v_ready, v_free = barriers
+
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
+    out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
+
+    # The tile's rows are (query, head of the group) pairs.
+    tile_row = tile * ROWS + HALF * HALF_ROWS
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, wide))
+    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, wide))
+    q_ptrs = query_ptr + batch.to(gl.int64) * stride_qb + query_row.to(gl.int64) * stride_qm
+    offsets = (kv_head * GROUP + rows % GROUP).to(gl.int64) * stride_qh + (rows // GROUP).to(gl.int64) * stride_qm
+    q = gl.load(q_ptrs + offsets[:, None] + d[None, :], mask=(rows // GROUP < q_len)[:, None], other=0.0)
+    q_buffer.store(q)
+    fence_async_shared()
+
+    # Blocks in the middle are seen whole by every row, counted from the tile's first block.
+    first = origin + first_block * BLOCK_N
+    position = query_offset + (tile_row + gl.arange(0, HALF_ROWS, layout=score_rows)) // GROUP
+    first_position = query_offset + tile_row // GROUP
+    last_position = query_offset + gl.minimum((tile_row + HALF_ROWS - 1) // GROUP, q_len - 1)
+    limits = (end, window_left, window_right)
+    seen = end
+    if CAUSAL:
+        seen = gl.minimum(seen, first_position + 1)
+    if RIGHT:
+        seen = gl.minimum(seen, first_position + window_right + 1)
+    full_end = gl.minimum(count, gl.maximum(seen - first, 0) // BLOCK_N)
+    full_begin = gl.cdiv(low, BLOCK_N) - first_block
+    if LEFT:
+        full_begin = gl.maximum(full_begin, gl.cdiv(gl.maximum(last_position - window_left - first, 0), BLOCK_N))
+
+    m = gl.full((HALF_ROWS,), float("-inf"), gl.float32, score_rows)
+    # Zeros, in the layout of such sums.
+    lanes = lane_sums(gl.zeros((HALF_ROWS, BLOCK_N), gl.float32, score_layout))
+    acc = gl.zeros((HALF_ROWS, VALUE_DIM), gl.float32, out_layout)
+    m_total = gl.full((HALF_ROWS,), float("-inf"), gl.float32, out_rows)
+    weight_total = gl.zeros((HALF_ROWS,), gl.float32, out_rows)
+    acc_total = gl.zeros((HALF_ROWS, VALUE_DIM), gl.float32, out_layout)
+    split_end = split_begin(split_of(first_block * BLOCK_N, SPLITS) + 1, SPLITS)
+    if count > 0:
+        slot = done % STAGES
+        mbarrier.wait(k_ready.index(slot), (done // STAGES) & 1)
+        k = k_buffers.index(slot).reshape((BLOCK_N, HEAD_DIM))
+        score = gl.zeros((HALF_ROWS, BLOCK_N), gl.float32, score_layout)
+        score = warpgroup_mma(q_buffer, k.permute((1, 0)), score, use_acc=False)
+        mbarrier.arrive(k_free.index(slot), count=1)
+        if SOFTCAP:
+            score = tanh(score * softcap_in)
+        if (full_begin > 0) | (full_end < 1):
+            score = _masked(score, first, position, limits, CAUSAL, LEFT, RIGHT)
+        m, weights, alpha = softmax_step(m, score, unit)
+        lanes = add_weights(lanes, gl.convert_layout(alpha, gl.SliceLayout(1, lanes.type.layout)), weights)
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+        full_end = gl.maximum(full_end, 1)
+        full_begin = gl.minimum(gl.maximum(full_begin, 1), full_end)
+        state = (m, lanes, acc, p, gl.to_tensor(1), m_total, weight_total, acc_total, split_end)
+        fixed = (done, first, first_block, position, limits, units)
+        if LEFT:  # without a window only the first block can begin before the keys do
+            state = _steps(
+                q_buffer, buffers, barriers, state, 1, full_begin, *fixed, True, FLAGS, SPLITS, STAGES, BLOCK_N
+            )
+        else:
+            full_begin = full_begin * 0 + 1
+        state = _steps(
+            q_buffer, buffers, barriers, state, full_begin, full_end, *fixed, False, FLAGS, SPLITS, STAGES, BLOCK_N
+        )
+        state = _steps(
+            q_buffer, buffers, barriers, state, full_end, count, *fixed, True, FLAGS, SPLITS, STAGES, BLOCK_N
+        )
+        m, lanes, acc, p, fresh, m_total, weight_total, acc_total, split_end = state
+        last = done + count - 1
+        slot = last % STAGES
+        mbarrier.wait(v_ready.index(slot), (last // STAGES) & 1)
+        v = v_buffers.index(slot).reshape((BLOCK_N, VALUE_DIM))
+        real = end - (first + (count - 1) * BLOCK_N)
+        if real < BLOCK_N:
+            # A cache may hold anything behind its end, and 0 times NaN is NaN.
+            tall: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUE_DIM, VALUE_DIM // 8], [4, 1], [1, 0])
+            there = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, tall)) < real
+            values = v.load(tall)
+            v.store(gl.where(there[:, None], values, gl.zeros_like(values)))
+            fence_async_shared()
+        acc = warpgroup_mma(p, v, acc, use_acc=fresh == 0)
+        mbarrier.arrive(v_free.index(slot), count=1)
+
+    weight = _weight(lanes, out_rows)
+    m_total, weight_total, acc_total = fold_split(
+        m_total, weight_total, acc_total, gl.convert_layout(m, out_rows), weight, acc
+    )
+    sink = m_total
+    if SINKS:
+        head = kv_head * GROUP + (tile_row + gl.arange(0, HALF_ROWS, layout=out_rows)) % GROUP
+        sink = gl.load(sinks_ptr + head)
+    result = finish(m_total, weight_total, acc_total, sink, SINKS).to(dtype)
+    broad: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUE_DIM, VALUE_DIM // 8], [4, 1], [1, 0])
+    rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, broad))
+    dv = gl.arange(0, VALUE_DIM, layout=gl.SliceLayout(0, broad))
+    heads = kv_heads * GROUP
+    out_row = batch.to(gl.int64) * q_len + query_row + rows // GROUP
+    offsets = (out_row * heads + kv_head * GROUP + rows % GROUP) * VALUE_DIM
+    result = gl.convert_layout(result, broad)
+    gl.store(out_ptr + offsets[:, None] + dv[None, :], result, mask=(rows // GROUP < q_len)[:, None])
+
+
+# Sizes that change from call to call are not specialised: one compilation serves every length.
+@gluon.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "kv_heads",
+        "row_tiles",
+        "all_heads",
+        "heads_at_once",
+        "window_left",
+        "window_right",
+    ]
+)
+def hopper_attention_kernel(
+    query_ptr,  # (B, Hq, Q, D), or (T, Hq, D) as (1, Hq, T, D) if VARLEN
+    key_desc,  # (B, Hkv, KV, D)
+    value_desc,  # (B, Hkv, KV, Dv)
+    out_ptr,  # (B, Q, Hq, Dv) contiguous
+    sinks_ptr,  # (Hq,)
+    origin_ptr,  # (B,)
+    query_offset_ptr,  # (B,)
+    cu_query_ptr,  # (S + 1,)
+    cu_key_ptr,  # (S + 1,)
+    q_len,
+    kv_len,
+    kv_heads,
+    row_tiles,
+    all_heads,  # KV heads of all sequences
+    heads_at_once,  # of them, how many share the cache
+    unit,  # log2(e) times scale, or times softcap
+    softcap_in,  # scale / softcap
+    window_left,
+    window_right,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW_LEFT: gl.constexpr,
+    WINDOW_RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
+    ORIGIN: gl.constexpr,
+    QUERY_OFFSET: gl.constexpr,
+    VARLEN: gl.constexpr,
+    SPLITS: gl.constexpr,  # contract.SPLIT_STRETCHES
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    BLOCK_N: gl.constexpr = key_desc.block_type.shape[2]
+    HEAD_DIM: gl.constexpr = key_desc.block_type.shape[3]
+    VALUE_DIM: gl.constexpr = value_desc.block_type.shape[3]
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], key_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], value_desc.layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, HEAD_DIM], dtype)
+    q_buffers = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_DIM], q_layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=2)
+    fence_async_shared()
+
+    # gl.to_tensor: integers that are 1 arrive as constants, which cannot be handed to other warps.
+    tensors = (query_ptr, out_ptr, sinks_ptr, origin_ptr, query_offset_ptr, cu_query_ptr, cu_key_ptr)
+    strides = (gl.to_tensor(stride_qb), gl.to_tensor(stride_qh), gl.to_tensor(stride_qm))
+    problem = (
+        gl.to_tensor(q_len),
+        gl.to_tensor(kv_len),
+        gl.to_tensor(kv_heads),
+        gl.to_tensor(row_tiles),
+        gl.to_tensor(all_heads),
+        gl.to_tensor(heads_at_once),
+        gl.to_tensor(window_left),
+        gl.to_tensor(window_right),
+    )
+    units = (gl.to_tensor(unit), gl.to_tensor(softcap_in))
+    buffers = (k_buffers, v_buffers)
+    barriers = (k_ready, k_free, v_ready, v_free)
+    tiles = gl.cdiv(row_tiles * all_heads, gl.num_programs(0)) * gl.num_programs(0)
+    FLAGS: gl.constexpr = (CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, SINKS, ORIGIN, QUERY_OFFSET, VARLEN)
+    sizes: gl.constexpr = (FLAGS, SPLITS, STAGES, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_N)
+    gl.warp_specialize(
+        [
+            (_attend, (tensors, strides, problem, units, q_buffers, buffers, barriers, tiles, 0, sizes)),
+            (_attend, (tensors, strides, problem, units, q_buffers, buffers, barriers, tiles, 1, sizes)),
+            (_load_blocks, ((key_desc, value_desc), tensors, problem, buffers, barriers, tiles, sizes)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,40 @@
+"""The tile table: how many rows, warps and pipeline stages serve which call, by GPU and head size. Speed only.
+
+To tune, edit this file; every tile below gives the same bits (a GPU test compares all of them).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """rows: packed (query, head of the group) rows a program holds. hopper: the kernel with a loading warp."""
+
+    rows: int
+    warps: int
+    stages: int
+    hopper: bool = False
+
+
+# By compute capability, then by the widest head up to (elements): (most rows, tile).
+TUNED = {
+    (9, 0): {  # measured on an H200
+        64: ((16, Tile(16, warps=2, stages=3)), (None, Tile(64, warps=4, stages=2))),
+        128: ((16, Tile(16, warps=4, stages=3)), (None, Tile(64, warps=4, stages=2))),
+        256: (
+            (16, Tile(16, warps=4, stages=3)),
+            (64, Tile(64, warps=4, stages=2)),
+            (None, Tile(128, warps=8, stages=2)),
+        ),
+    },
+}
+# Many rows, none of them masked but by position and window: the Hopper kernel, by the widest head.
+HOPPER = {64: Tile(128, warps=4, stages=2, hopper=True), 128: Tile(128, warps=4, stages=2, hopper=True)}
+# Any other GPU: small enough for 99 KB of shared memory a block (compute capability 8.6 and 8.9).
+DEFAULT = {
+    64: ((16, Tile(16, warps=4, stages=2)), (None, Tile(64, warps=4, stages=2))),
+    128: ((16, Tile(16, warps=4, stages=2)), (None, Tile(64, warps=4, stages=2))),
+    256: ((16, Tile(16, warps=4, stages=1)), (None, Tile(32, warps=4, stages=1))),
+}
+# float32 uses no tensor core: the thread layout follows the tile, so a head size has one tile only.
+FLOAT32 = {64: Tile(32, warps=4, stages=1), 128: Tile(32, warps=4, stages=1), 256: Tile(16, warps=4, stages=1)}
