@@ -49,18 +49,17 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.contiguous().view(integer), want.contiguous().view(integer))
 
 
-def measure(trial: Trial, rates: timing.Rates) -> dict:
+def measure(op: str, trial: Trial, rates: timing.Rates) -> dict:
     """The row of a trial; where bits differ it holds no time."""
-    row = dimensions(trial.case)
+    row = {"op": op} | dimensions(trial.case)
     bits_ok = trial.check()
-    names = [*trial.stock, *trial.timed]
     count = timing.turns(trial.sets, trial.nbytes, trial.flops)
 
     def time(call: Call) -> float:
         return timing.graph_time(timing.rotated(call, trial.sets, count))
 
     ours = triton = ratio = plain = None
-    stock = dict.fromkeys(names)
+    stock = dict.fromkeys([*trial.stock, *trial.timed])
     if bits_ok:
         ours = time(trial.ours)
         triton = ours if trial.triton is None else time(trial.triton)
