@@ -158,7 +158,12 @@ def bench(
             show_default=f"{bench_command.DEFAULT_OUT}, with --json none",
         ),
     ] = None,
-    shard: Annotated[str, typer.Option(help="Only every n-th weight or head shape, from the i-th: i/n.")] = "1/1",
+    shard: Annotated[
+        str,
+        typer.Option(
+            help="i/n: only every n-th weight or head shape, from the i-th (to fill Triton's cache in n processes)."
+        ),
+    ] = "1/1",
     as_json: AsJson = False,
 ) -> None:
     """Time every op beside stock PyTorch on this GPU, after its bits have been compared."""

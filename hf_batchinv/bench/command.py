@@ -10,7 +10,7 @@ from rich.console import Console
 from . import plot, run
 from .run import BenchError
 from .summary import lines
-from .table import summary_table
+from .table import summary_tables
 
 DEFAULT_OUT = "hf-batchinv-bench"
 
@@ -51,7 +51,7 @@ def print_summary(result: dict, out: Path | None) -> None:
     console = Console()
     console.print(f"\n{env['device']}, torch {env['torch']}, Triton {env['triton']}, driver {env['driver']}", end="")
     console.print(f", copy {env['copy_tb_s']:.2f} TB/s, bfloat16 products {env['matmul_tflop_s']:.0f} TFLOP/s")
-    console.print(summary_table(lines(result["rows"])))
+    console.print(summary_tables(lines(result["rows"])))
     for row in result["rows"]:
         if not row["bits_ok"]:
             shape = ", ".join(f"{name} {value}" for name, value in row.items() if isinstance(value, int | str))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .cases import EXPERTS, LINEAR_WEIGHTS, VARIANTS
+from .summary import PEERS
 
 MODELS = {
     "linear": {(n, k): model for n, k, model in LINEAR_WEIGHTS},
@@ -178,14 +179,6 @@ def panels_of(op: str, rows: list[dict]) -> list[Panel]:
 
 # --- panels to a picture ---
 
-BESIDE = {
-    "linear": "F.linear (cuBLAS)",
-    "grouped_linear": "the faster of grouped_mm and batched_mm",
-    "attention": "the faster of SDPA's cuDNN and flash",
-    "norm": "the faster of torch and eager Transformers",
-    "softmax": "torch",
-}
-
 
 def draw(op: str, rows: list[dict], env: dict, path: Path) -> None:
     """Draw an op's rows into a PNG; rows without a time are left out."""
@@ -198,7 +191,7 @@ def draw(op: str, rows: list[dict], env: dict, path: Path) -> None:
     figure = Figure(figsize=(6.4 * across, 1 + 4.2 * down), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     where = f"{env['device']}, torch {env['torch']}, Triton {env['triton']}, {env['date']}"
-    figure.suptitle(f"{op}, batch invariant, beside {BESIDE[op]}\n{where}", fontsize=12)
+    figure.suptitle(f"{op}, batch invariant, beside {PEERS[op]}\n{where}", fontsize=12)
     axes = figure.subplots(down, across, squeeze=False).flatten()
     for panel, ax in zip(panels, axes, strict=False):
         _draw_panel(panel, ax)

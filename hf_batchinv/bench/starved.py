@@ -17,11 +17,12 @@ from tqdm import tqdm
 from . import timing
 from .cases import LinearCase
 from .linear import STARVED_ENVIRONMENT, operands, work
+from .trial import note
 
 
-def times(cases: list[LinearCase], device: str, progress: bool) -> list[float]:
-    """Microseconds of each case, with operands and graphs as those of `linear`."""
-    found = []
+def times(cases: list[LinearCase], device: str, progress: bool) -> list[float | None]:
+    """Microseconds of each case, with operands and graphs as those of `linear`; None, and a note, if cuBLASLt refuses."""
+    found: list[float | None] = []
     with tqdm(total=len(cases), desc="cuBLASLt, no split K", disable=not progress) as bar:
         for _, group in groupby(cases, key=lambda case: case.unit):
             unit = list(group)
@@ -30,9 +31,13 @@ def times(cases: list[LinearCase], device: str, progress: bool) -> list[float]:
                 x, weights = given.inputs[: case.M], given.weights
                 count = timing.turns(len(weights), *work(case))
                 calls = timing.rotated(lambda i, x=x, w=weights: F.linear(x, w[i]), len(weights), count)
-                found.append(timing.graph_time(calls))
+                try:
+                    found.append(timing.graph_time(calls))
+                except RuntimeError as error:
+                    note(f"cuBLASLt without workspace does not take {case}: {str(error).splitlines()[0]}")
+                    found.append(None)
                 bar.update()
-            del given, weights, calls
+            del given, x, weights, calls
     return found
 
 

@@ -1,37 +1,37 @@
-"""The summary as a rich table for a terminal."""
+"""The summary for a terminal of 80 columns: one small table for each op, dtype and peer."""
 
 import math
+from itertools import groupby
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from .summary import Line
 
 
-def summary_table(lines: list[Line]) -> Table:
-    """One row per line; groups below their target are yellow, groups with differing bits red."""
-    table = Table(box=box.SIMPLE_HEAD, title="our speed, stock = 1 (geometric mean)", title_justify="left")
-    for heading in ("op", "dtype", "cases of", "beside"):
-        table.add_column(heading)
+def summary_tables(lines: list[Line]) -> Group:
+    """Groups below their target are yellow, groups with differing bits red."""
+    blocks = groupby(lines, key=lambda line: (line.op, line.dtype, line.peer))
+    return Group(*(_block(f"{op}, {dtype}, beside {peer}", list(group)) for (op, dtype, peer), group in blocks))
+
+
+def _block(title: str, lines: list[Line]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column("speed, peer = 1", width=29)
     for heading in ("mean", "worst", "best", "cases", "target"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    before = None
+        table.add_column(heading, justify="right", width=6)
     for line in lines:
-        block = (line.op, line.dtype, line.peer)
-        if before not in (None, block):
-            table.add_section()
-        before = block
         below = line.target is not None and line.mean < line.target
         table.add_row(
-            line.op,
-            line.dtype,
             line.group,
-            line.peer,
             *map(_number, (line.mean, line.worst, line.best)),
-            f"{line.cases}" + (f", {line.broken} differ" if line.broken else ""),
+            str(line.cases),
             "" if line.target is None else f"{line.target:.2f}",
-            style="red" if line.broken else "yellow" if below else None,
+            style="yellow" if below else None,
         )
+        if line.broken:
+            table.add_row(f"  bits differ in {line.broken} more", style="red")
     return table
 
 
