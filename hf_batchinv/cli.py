@@ -160,9 +160,7 @@ def bench(
     ] = None,
     shard: Annotated[
         str,
-        typer.Option(
-            help="i/n: only every n-th weight or head shape, from the i-th (to fill Triton's cache in n processes)."
-        ),
+        typer.Option(help="i/n: only every n-th weight or head shape, from the i-th, to fill Triton's cache."),
     ] = "1/1",
     as_json: AsJson = False,
 ) -> None:

@@ -207,6 +207,12 @@ def test_a_case_that_does_not_fit_is_named_and_left_out(fake_gpu, monkeypatch):
     assert "rows=7" in result.stderr
 
 
+def test_an_op_without_a_case_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = bench("--op", "attention", "--op", "linear", "--dtype", "float32")
+    assert "--dtype and --shard leave no case of attention" in result.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_quick_run_on_a_gpu(tmp_path):

@@ -3,11 +3,14 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
 from . import plot, run
+from .cases import Case
 from .run import BenchError
 from .summary import lines
 from .table import summary_tables
@@ -40,7 +43,7 @@ def run_bench(
         result["rows"] += rows
         if out is not None:
             (out / f"{op}.json").write_text(json.dumps({"env": env, "rows": rows}, indent=1))
-        if draws:
+        if draws and rows:
             plot.draw(op, rows, env, out / f"{op}.png")
     return result
 
@@ -52,9 +55,10 @@ def print_summary(result: dict, out: Path | None) -> None:
     console.print(f"\n{env['device']}, torch {env['torch']}, Triton {env['triton']}, driver {env['driver']}", end="")
     console.print(f", copy {env['copy_tb_s']:.2f} TB/s, bfloat16 products {env['matmul_tflop_s']:.0f} TFLOP/s")
     console.print(summary_tables(lines(result["rows"])))
+    dimensions = {"op", *(field.name for kind in get_args(Case) for field in fields(kind))}
     for row in result["rows"]:
         if not row["bits_ok"]:
-            shape = ", ".join(f"{name} {value}" for name, value in row.items() if isinstance(value, int | str))
+            shape = ", ".join(f"{name} {value}" for name, value in row.items() if name in dimensions)
             console.print(f"bits differ between batch sizes, so there is no time: {shape}", markup=False)
     if out is not None:
         console.print(f"rows and pictures: {out}", markup=False)

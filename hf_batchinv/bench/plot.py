@@ -147,7 +147,7 @@ def _attention(rows: list[dict]) -> list[Panel]:
         for row in variants
         if row["case"] == name and row["over_plain"] is not None
     ]
-    if bars:
+    if variants:
         length = variants[0]["kv_len"]
         panels.append(Panel(f"prefill of {length}: features", "speed, our plain causal attention = 1", "", bars=bars))
     return panels

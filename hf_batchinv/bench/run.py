@@ -36,12 +36,15 @@ def plan(
 ) -> dict[str, list[list[Case]]]:
     """The units of every op; raises BenchError if that leaves nothing to measure."""
     chosen = {op: units(op, dtypes, quick=quick, shard=shard) for op in OPS if op in ops}
+    left_out = [op for op, found in chosen.items() if not found]
     chosen = {op: found for op, found in chosen.items() if found}
     if not chosen:
         raise BenchError(
             f"expected --op, --dtype and --shard to leave a case, got op {', '.join(ops)}, dtype {', '.join(dtypes)} "
             f"and shard {shard[0]}/{shard[1]}; grouped_linear, attention and norm have cases in bfloat16 only"
         )
+    if left_out:
+        note(f"--dtype and --shard leave no case of {', '.join(left_out)}")
     return chosen
 
 

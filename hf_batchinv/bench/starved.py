@@ -21,7 +21,7 @@ from .trial import note
 
 
 def times(cases: list[LinearCase], device: str, progress: bool) -> list[float | None]:
-    """Microseconds of each case, with operands and graphs as those of `linear`; None, and a note, if cuBLASLt refuses."""
+    """Microseconds of each case, operands and graphs as in linear.py; None, and a note, if cuBLASLt refuses it."""
     found: list[float | None] = []
     with tqdm(total=len(cases), desc="cuBLASLt, no split K", disable=not progress) as bar:
         for _, group in groupby(cases, key=lambda case: case.unit):
