@@ -1,23 +1,31 @@
-"""Command line: `hf-batchinv demo` shows what a batch does to an answer, `hf-batchinv audit MODEL` what is converted.
+"""Command line: `hf-batchinv demo` shows what a batch does to an answer, `hf-batchinv audit MODEL` what is converted,
+`hf-batchinv bench` what it costs in speed, `hf-batchinv doctor` what runs here and whether it was checked.
 
-Exit status: 0 if results do not depend on the batch, 1 if they do (or a part of a model is not covered), 2 if the
-command cannot run; one sentence on standard error then says why. With --json, standard output holds one JSON object and
-nothing else.
+Exit status: 0 if results do not depend on the batch, 1 if they do (or a part of a model is not covered, or a self-check
+has failed), 2 if the command cannot run; one sentence on standard error then says why. With --json, standard output
+holds one JSON object and nothing else.
 """
 
 import json
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import transformers
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
 from .audit import audit as audit_model
+from .bench import command as bench_command
+from .bench.cases import OPS
+from .bench.linear import StarvedError
+from .bench.run import BenchError
 from .demo import DTYPES, PROMPT, UsageError, explain_loading, run_demo
+from .doctor import examine
 from .errors import UnsupportedModelError
 from .smollm2 import ModelUnavailableError
 
@@ -26,6 +34,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 Device = Enum("Device", {name: name for name in ("auto", "cpu", "cuda")}, type=str)
 Dtype = Enum("Dtype", {name: name for name in DTYPES}, type=str)
+Op = Enum("Op", {name: name for name in OPS}, type=str)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
@@ -118,6 +127,72 @@ def audit(
     raise typer.Exit(int(not report.ok))
 
 
+def _dtypes(text: str | None) -> list[str]:
+    names = list(DTYPES) if text is None else text.split(",")
+    if not set(names) <= set(DTYPES):
+        raise typer.BadParameter(f"expected names from {', '.join(DTYPES)} with commas between, got {text!r}")
+    return names
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise typer.BadParameter(f"expected part/parts such as 1/4, got {text!r}")
+    return int(part), int(parts)
+
+
+@app.command()
+def bench(
+    op: Annotated[
+        list[Op] | None, typer.Option("--op", help="Measure this op; repeat for more.", show_default="all")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtypes with commas between.", show_default="bfloat16,float16,float32")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases of every op.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Directory for <op>.json and <op>.png.",
+            show_default=f"{bench_command.DEFAULT_OUT}, with --json none",
+        ),
+    ] = None,
+    shard: Annotated[
+        str,
+        typer.Option(help="i/n: only every n-th weight or head shape, from the i-th, to fill Triton's cache."),
+    ] = "1/1",
+    as_json: AsJson = False,
+) -> None:
+    """Time every op beside stock PyTorch on this GPU, after its bits have been compared."""
+    names = list(OPS) if not op else [name.value for name in op]
+    if out is None and not as_json:
+        out = Path(bench_command.DEFAULT_OUT)
+    try:
+        result = bench_command.run_bench(names, _dtypes(dtype), quick=quick, shard=_shard(shard), out=out)
+    except (BenchError, StarvedError) as error:
+        _stop(error)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        bench_command.print_summary(result, out)
+    raise typer.Exit(int(not all(row["bits_ok"] for row in result["rows"])))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what runs here: device, versions, contracts, engine, and the verdicts of the self-checks."""
+    try:
+        report = examine()
+    except (ImportError, ValueError) as error:
+        _stop(error)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _print_doctor(report)
+    raise typer.Exit(int(any(check["status"] == "failed" for check in report["self_checks"])))
+
+
 def _stop(error: Exception) -> None:
     typer.echo(f"hf-batchinv: {error}", err=True)
     raise typer.Exit(2) from error
@@ -142,3 +217,29 @@ def _print_demo(result: dict) -> None:
     typer.echo(f"\n{result['model']}, {result['dtype']}, {result['device']}")
     typer.echo(f"{PROMPT!r}, greedily, alone and in batches with other prompts:")
     Console().print(table)
+
+
+def _print_doctor(report: dict) -> None:
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")
+    device = report["device"] or "no CUDA device here: GPU kernels cannot run, converted models run on the CPU"
+    facts.add_row("device", device)
+    facts.add_row("compute capability", report["compute_capability"] or "-")
+    facts.add_row("driver", report["driver"] or "-")
+    for name, version in report["versions"].items():
+        facts.add_row(name, version or "not installed")
+    for name, version in report["contracts"].items():
+        facts.add_row(f"contract of {name}", f"version {version}")
+    facts.add_row("linear engine", report["engine"])
+    for name, place in report["self_check_caches"].items():
+        facts.add_row(f"self-check cache of {name}", place or "none in this version")
+    Console().print(facts)
+    checks = Table(box=box.SIMPLE_HEAD)
+    for heading in ("package", "self-check", "verdict", "detail"):
+        checks.add_column(heading, overflow="fold")
+    colours = {"failed": "red", "not run": "yellow"}
+    for check in report["self_checks"]:
+        cells = (check["package"], check["name"], check["status"], check["detail"])
+        checks.add_row(*map(escape, map(str, cells)), style=colours.get(check["status"]))
+    Console().print(checks)

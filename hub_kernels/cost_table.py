@@ -1,43 +1,51 @@
-"""Print the README's cost table, made from the committed result files of the speed scripts.
+"""Print the README's cost table, made from the committed result files of `hf-batchinv bench`.
 
-python hub_kernels/cost_table.py
+python hub_kernels/cost_table.py         bfloat16, beside what a stock model calls
+python hub_kernels/cost_table.py --all   every dtype and every peer
 """
 
 import json
-import math
-from collections import defaultdict
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LINEAR = HERE / "batch-invariant-linear" / "benchmarks" / "results" / "h200.json"
-ATTENTION = HERE / "batch-invariant-flash-attn" / "benchmarks" / "results" / "h200.json"
-# (most rows, name)
-ROWS = ((16, "1 to 16 rows"), (64, "32 and 64 rows"), (400, "96 to 400 rows"), (math.inf, "512 to 8192 rows"))
+sys.path.insert(0, str(HERE.parent))
+
+from hf_batchinv.bench.cases import OPS  # noqa: E402
+from hf_batchinv.bench.summary import NOSPLIT, lines  # noqa: E402
+
+MACHINE = ("device", "driver", "torch", "triton", "date")
 
 
-def cost_table() -> str:
+def load_results() -> tuple[dict, list[dict]]:
+    """(machine, rows) of all result files of the kernel packages, rows in the order of the ops."""
+    results = [json.loads(path.read_text()) for path in sorted(HERE.glob("*/benchmarks/results/*.json"))]
+    machines = [{name: result["env"][name] for name in MACHINE} for result in results]
+    assert all(machine == machines[0] for machine in machines), "all files must come from one machine and day"
+    rows = [row for result in results for row in result["rows"]]
+    return machines[0], sorted(rows, key=lambda row: OPS.index(row["op"]))
+
+
+def cost_table(everything: bool = False) -> str:
     """The table in Markdown: our speed as a share of stock's, geometric mean and range over the cases of a line."""
-    linear, attention = json.loads(LINEAR.read_text()), json.loads(ATTENTION.read_text())
-    ratios = defaultdict(list)
-    for row in linear["rows"]:
-        name = next(name for most, name in ROWS if row["M"] <= most)
-        ratios[f"linear, {name}", "`F.linear` (cuBLAS)"].append(row["ratio"])
-    for row in attention["rows"]:
-        ratios[f"attention, {row['case']}", "faster of SDPA's cuDNN and flash"].append(row["ratio"])
-    env = linear["env"]
-    assert env == attention["env"], "both files must come from one machine and day"
-    software = f"torch {env['torch']}, Triton {env['triton']}, driver {env['driver']}"
-    lines = [
-        f"{env['device']}, bfloat16, {software}, {env['date']}:",
+    machine, rows = load_results()
+    software = f"torch {machine['torch']}, Triton {machine['triton']}, driver {machine['driver']}"
+    text = [
+        f"{machine['device']}, {'' if everything else 'bfloat16, '}{software}, {machine['date']}:",
         "",
-        "| op | stock | speed, stock = 1 | worst ... best case | cases |",
-        "|---|---|---|---|---|",
+        "| op | stock | speed, stock = 1 | worst ... best case | cases | target |",
+        "|---|---|---|---|---|---|",
     ]
-    for (op, stock), values in ratios.items():
-        mean = math.exp(sum(map(math.log, values)) / len(values))
-        lines.append(f"| {op} | {stock} | {mean:.2f} | {min(values):.2f} ... {max(values):.2f} | {len(values)} |")
-    return "\n".join(lines)
+    for line in lines(rows):
+        if not everything and (line.dtype != "bfloat16" or line.peer == NOSPLIT):
+            continue
+        assert not line.broken, f"bits differ in {line}: no speed is stated"
+        name = f"{line.op}, {line.group}" + (f", {line.dtype}" if everything else "")
+        target = "" if line.target is None else f"{line.target:.2f}"
+        spread = f"{line.worst:.2f} ... {line.best:.2f}"
+        text.append(f"| {name} | {line.peer} | {line.mean:.2f} | {spread} | {line.cases} | {target} |")
+    return "\n".join(text)
 
 
 if __name__ == "__main__":
-    print(cost_table())
+    print(cost_table(everything=sys.argv[1:] == ["--all"]))

@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "hub_kernels"))
+sys.path.insert(0, str(ROOT))
 
-from measure import environment  # noqa: E402
+from hf_batchinv.bench.timing import environment  # noqa: E402
 
 
 def main() -> int:

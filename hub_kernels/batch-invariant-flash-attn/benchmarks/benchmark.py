@@ -1,6 +1,6 @@
 """Attention beside stock SDPA: `kernels benchmark hub_kernels/batch-invariant-flash-attn`.
 
-Wall-clock times with a warm cache, for a first look; benchmarks/speed.py measures properly.
+Wall-clock times with a warm cache, for a first look; `hf-batchinv bench --op attention` measures properly.
 """
 
 import torch

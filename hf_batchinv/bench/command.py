@@ -1,0 +1,64 @@
+"""One run of `hf-batchinv bench`: measure, write, draw, print."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from . import plot, run
+from .cases import Case
+from .run import BenchError
+from .summary import lines
+from .table import summary_tables
+
+DEFAULT_OUT = "hf-batchinv-bench"
+
+
+def run_bench(
+    ops: Sequence[str], dtypes: Sequence[str], *, quick: bool, shard: tuple[int, int], out: Path | None
+) -> dict:
+    """Measure the cases that were asked for, and return {"env": ..., "rows": [...]}.
+
+    With `out`, every op's result is written there as soon as it is complete, as <op>.json and <op>.png.
+    Raises BenchError or linear.StarvedError.
+    """
+    chosen = run.plan(ops, dtypes, quick=quick, shard=shard)
+    run.require_gpu()
+    draws = out is not None and plot.can_draw()
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(f"--out must be a directory that can be written, got {out} ({error.strerror})") from error
+        if not draws:
+            print("hf-batchinv: no PNG without matplotlib; run `pip install hf_batchinv[bench]`", file=sys.stderr)
+    env, rates = run.start()
+    result = {"env": env, "rows": []}
+    for op, units in chosen.items():
+        rows = run.run_op(op, units, rates)
+        result["rows"] += rows
+        if out is not None:
+            (out / f"{op}.json").write_text(json.dumps({"env": env, "rows": rows}, indent=1))
+        if draws and rows:
+            plot.draw(op, rows, env, out / f"{op}.png")
+    return result
+
+
+def print_summary(result: dict, out: Path | None) -> None:
+    """The table on standard output; cases whose bits differ by name."""
+    env = result["env"]
+    console = Console()
+    console.print(f"\n{env['device']}, torch {env['torch']}, Triton {env['triton']}, driver {env['driver']}", end="")
+    console.print(f", copy {env['copy_tb_s']:.2f} TB/s, bfloat16 products {env['matmul_tflop_s']:.0f} TFLOP/s")
+    console.print(summary_tables(lines(result["rows"])))
+    dimensions = {"op", *(field.name for kind in get_args(Case) for field in fields(kind))}
+    for row in result["rows"]:
+        if not row["bits_ok"]:
+            shape = ", ".join(f"{name} {value}" for name, value in row.items() if name in dimensions)
+            console.print(f"bits differ between batch sizes, so there is no time: {shape}", markup=False)
+    if out is not None:
+        console.print(f"rows and pictures: {out}", markup=False)
