@@ -44,8 +44,13 @@ def chunks(length):
     yield length // 4, length - length // 5
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", HEADS, ids=str)
+# Each option meets the head sizes that take different kernels.
+CASES = [("plain", shape) for shape in HEADS]
+CASES += [(option, shape) for option in OPTIONS if option != "plain" for shape in ((4, 4, 64, 64), (7, 1, 80, 80))]
+CASES += [(option, (6, 2, 128, 128)) for option in ("window", "all")]
+
+
+@pytest.mark.parametrize("options, shape", CASES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, **by_name)
 def test_prefill_chunks_decode_and_padding_share_their_bits(
     kernel, heads, make_sequence, assert_same_bits, dtype, shape, options

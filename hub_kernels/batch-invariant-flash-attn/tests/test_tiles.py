@@ -41,3 +41,35 @@ def test_splits_cover_every_position_once_and_start_on_blocks(module):
         assert begin < end and begin % 128 == 0
         for position in (begin, end - 1):
             assert contract.split_of(position) == split
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_where_tiles_do_not_agree_one_tile_serves_prefill_and_decode(
+    kernel, module, make_sequence, heads, monkeypatch, assert_same_bits, head_dim
+):
+    """A verdict against the tiles, forced: no shortcut is taken, and the guarantee stands."""
+    monkeypatch.setattr(module("selfcheck"), "tiles_agree", lambda **shape: False)
+    sequence = make_sequence(700, heads(4, 2, head_dim, head_dim, torch.bfloat16, "cuda"))
+    want = sequence.alone(kernel)
+    for first, last in ((699, 700), (300, 500), (0, 130)):
+        got = sequence.chunk(kernel, first, last, left=37, tail=50, mates=3, place=1)
+        assert_same_bits(got, want[:, first:last], f"{first}:{last}")
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 6), (0, 0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_plan_serves_every_call_with_a_listed_tile(module, dtype, capability):
+    plan = module("plan")
+    gpu = plan.Gpu(capability=capability, multiprocessors=132, hopper_kernel=True)
+    for head_dim, value_dim in ((16, 16), (64, 64), (80, 80), (128, 64), (192, 128), (256, 256)):
+        shape = dict(head_dim=head_dim, value_head_dim=value_dim, dtype=dtype)
+        for rows in (1, 4, 16, 17, 64, 65, 128, 4096):
+            for total in (1, 8, 64, 1000):
+                for splits in (1, 2, 40):
+                    for plain in (False, True):
+                        call = dict(rows=rows, heads=total, splits=splits, split_bytes=4 * value_dim, plain=plain)
+                        tile, split = plan.attention_tile(**call, **shape, gpu=gpu)
+                        assert tile in plan.all_tiles(**shape, gpu=gpu)
+                        assert not (tile.hopper and (split or not plain or capability != (9, 0)))
+                        assert not split or splits > 1

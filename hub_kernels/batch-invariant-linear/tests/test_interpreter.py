@@ -17,14 +17,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("shape", [(1, 5, 7), (5, 33, 70), (70, 64, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 5, 7), (5, 33, 70), (70, 64, 128), (3, 20, 600)], ids=str)
 def test_every_tile_computes_a_linear(module, shape, dtype):
     launch, plan = module("_launch"), module("plan")
     rows, n, k = shape
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(*size, generator=generator).to(dtype) for size in ((rows, k), (n, k), (n,)))
     exact = x.double() @ weight.double().t() + bias.double()
-    for tile in plan.all_tiles(dtype, plan.Gpu((9, 0), 4)):
+    for tile in plan.all_tiles(k, dtype, plan.Gpu((9, 0), 4)):
         if tile.tma and (n % 8 or k % 8):
             continue
         got = launch.launch_linear(x, weight, bias, tile)
@@ -53,8 +53,9 @@ def test_grouped_linear_with_an_empty_expert_and_rows_left_over(module):
     assert (got[45:] == 0).all()
 
 
-def test_infinite_and_nan_rows_stay_what_they_are(module):
-    x, weight = torch.randn(4, 100), torch.rand(3, 100) + 0.1
+@pytest.mark.parametrize("k", [100, 600])
+def test_infinite_and_nan_rows_stay_what_they_are(module, k):
+    x, weight = torch.randn(4, k), torch.rand(3, k) + 0.1
     x[1, 5], x[2, 5] = float("inf"), float("nan")
     got = module("_launch").launch_linear(x, weight, None)
     assert (got[1] == float("inf")).all() and got[2].isnan().all() and got[[0, 3]].isfinite().all()

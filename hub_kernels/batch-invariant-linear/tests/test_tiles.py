@@ -27,7 +27,7 @@ def test_every_tile_gives_the_same_bits(module, assert_same_bits, shape, dtype):
     for rows in (1, 77, 300):
         x, weight = cancelling(rows, n, k, dtype)
         want = launch.launch_linear(x, weight, None)
-        for tile in plan.all_tiles(dtype, launch.gpu_of(x.device)):
+        for tile in plan.all_tiles(k, dtype, launch.gpu_of(x.device)):
             if not launch.serves(tile, x, weight):
                 continue  # tensor descriptors cannot describe these rows, and the plan does not ask for it
             assert_same_bits(launch.launch_linear(x, weight, None, tile), want, f"{rows} rows, {tile}")
@@ -47,7 +47,7 @@ def test_every_tile_of_experts_gives_the_bits_of_linear(module, assert_same_bits
         want = torch.cat([*parts, x.new_zeros(300 - ends[-1], n)])
         offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
         assert_same_bits(launch.launch_grouped_linear(x, weight, offsets), want, f"planned, {ends}")
-        for tile in plan.all_tiles(dtype, launch.gpu_of(x.device)):
+        for tile in plan.all_tiles(k, dtype, launch.gpu_of(x.device)):
             if launch.serves(tile, x, weight[0]):
                 assert_same_bits(launch.launch_grouped_linear(x, weight, offsets, tile), want, f"{tile}, {ends}")
 
@@ -67,12 +67,12 @@ def test_another_order_of_k_is_seen(assert_same_bits, module, dtype):
 def test_plan_serves_every_number_of_rows_with_a_listed_tile(module, dtype, capability):
     plan = module("plan")
     gpu = plan.Gpu(capability=capability, multiprocessors=132)
-    for n in (1, 576, 4096, 6144, 151936):
+    for n, k in [(1, 64), (576, 576), (4096, 256), (6144, 257), (151936, 1024)]:
         for rows in (1, 4, 5, 16, 17, 33, 64, 65, 128, 1000, 10**6):
             for descriptors in (False, True):
-                call = dict(rows=rows, n=n, dtype=dtype, descriptors=descriptors, gpu=gpu)
+                call = dict(rows=rows, n=n, k=k, dtype=dtype, descriptors=descriptors, gpu=gpu)
                 for tile in (plan.linear_tile(**call), plan.grouped_tile(**call, experts=8)):
-                    assert tile in plan.all_tiles(dtype, gpu)
+                    assert tile in plan.all_tiles(k, dtype, gpu)
                     assert descriptors or not tile.tma
 
 
@@ -91,4 +91,4 @@ def test_where_tiles_do_not_agree_one_tile_serves_every_number_of_rows(
     want = kernel.linear(x, weight)
     for rows in (1, 2, 16, 64, 129):
         assert_same_bits(kernel.linear(x[:rows], weight), want[:rows], f"{rows} rows")
-    assert set(used) == {plan.only_tile(dtype)}
+    assert set(used) == {plan.only_tile(x.shape[1], dtype)}

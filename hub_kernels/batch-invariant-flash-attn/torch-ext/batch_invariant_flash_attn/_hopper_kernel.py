@@ -170,7 +170,7 @@ def _steps(
     k_buffers, v_buffers = buffers
     k_ready, k_free, v_ready, v_free = barriers
     unit, softcap_in = units
-    m, lanes, acc, p, fresh, m_total, weight_total, acc_total, split_end = state
+    m, lanes, acc, p, m_total, weight_total, acc_total, split_end = state
     HALF_ROWS: gl.constexpr = q.shape[0]
     BLOCK_D: gl.constexpr = q.shape[1]
     BLOCK_DV: gl.constexpr = acc.shape[1]
@@ -184,7 +184,7 @@ def _steps(
         before = (done + i - 1) % STAGES
         mbarrier.wait(v_ready.index(before), ((done + i - 1) // STAGES) & 1)
         v = v_buffers.index(before).reshape((BLOCK_N, BLOCK_DV))
-        acc_token = warpgroup_mma(p, v, acc, use_acc=fresh == 0, is_async=True)
+        acc_token = warpgroup_mma(p, v, acc, is_async=True)
         score = warpgroup_mma_wait(1, deps=(score_token,))
         mbarrier.arrive(k_free.index(slot), count=1)
         if SOFTCAP:
@@ -210,11 +210,11 @@ def _steps(
                 _weight(lanes_split, row),
                 acc,
             )
+            acc = gl.zeros_like(acc)
             split_end = split_begin(split_of((first_block + i) * BLOCK_N, SPLITS) + 1, SPLITS)
-        fresh = due.to(gl.int32)
         acc = acc * alpha[:, None]
         p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    return m, lanes, acc, p, fresh, m_total, weight_total, acc_total, split_end
+    return m, lanes, acc, p, m_total, weight_total, acc_total, split_end
 
 
 @gluon.jit
@@ -328,7 +328,7 @@ def _attend_tile(
         p = gl.convert_layout(weights.to(dtype), p_layout)
         full_end = gl.maximum(full_end, 1)
         full_begin = gl.minimum(gl.maximum(full_begin, 1), full_end)
-        state = (m, lanes, acc, p, gl.to_tensor(1), m_total, weight_total, acc_total, split_end)
+        state = (m, lanes, acc, p, m_total, weight_total, acc_total, split_end)
         fixed = (done, first, first_block, position, limits, units)
         if LEFT:  # without a window only the first block can begin before the keys do
             state = _steps(
@@ -342,7 +342,7 @@ def _attend_tile(
         state = _steps(
             q_buffer, buffers, barriers, state, full_end, count, *fixed, True, FLAGS, SPLITS, STAGES, BLOCK_N
         )
-        m, lanes, acc, p, fresh, m_total, weight_total, acc_total, split_end = state
+        m, lanes, acc, p, m_total, weight_total, acc_total, split_end = state
         last = done + count - 1
         slot = last % STAGES
         mbarrier.wait(v_ready.index(slot), (last // STAGES) & 1)
@@ -355,7 +355,7 @@ def _attend_tile(
             values = v.load(tall)
             v.store(gl.where(there[:, None], values, gl.zeros_like(values)))
             fence_async_shared()
-        acc = warpgroup_mma(p, v, acc, use_acc=fresh == 0)
+        acc = warpgroup_mma(p, v, acc)
         mbarrier.arrive(v_free.index(slot), count=1)
 
     weight = _weight(lanes, out_rows)

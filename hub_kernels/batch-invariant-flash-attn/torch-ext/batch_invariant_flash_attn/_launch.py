@@ -233,7 +233,14 @@ def _launch(
     if tile.hopper:
         from ._hopper_kernel import hopper_attention_kernel
 
-        hopper_attention_kernel[(min(programs, gpu.multiprocessors),)](
+        grid, heads_at_once = plan.hopper_grid(
+            tiles=programs,
+            heads=sequences * kv_heads,
+            blocks=triton.cdiv(kv_len, kv_block),
+            bytes_each=kv_len * (head_dim + value_dim) * key.element_size(),
+            gpu=gpu,
+        )
+        hopper_attention_kernel[(grid,)](
             query,
             _hopper_descriptor(key, kv_block),
             _hopper_descriptor(value, kv_block),
@@ -248,7 +255,7 @@ def _launch(
             kv_heads,
             row_tiles,
             sequences * kv_heads,
-            plan.heads_at_once(kv_len * (head_dim + value_dim) * key.element_size()),
+            heads_at_once,
             (softcap or scale) * LOG2E,
             scale / softcap if softcap else 0.0,
             *window,

@@ -18,7 +18,7 @@ HEAD_DIMS = range(16, 257, 8)
 
 # Splits are short where a decode step needs many of them to fill a GPU, and longer further out:
 # (first key, length) of each stretch, in keys from the origin.
-SPLIT_STRETCHES = ((0, 256), (4096, 512), (8192, 1024), (32768, 2048))
+SPLIT_STRETCHES = ((0, 256), (4096, 1024))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ SPLIT_BELOW_PROGRAMS_PER_SM = 0.75
 WORKSPACE_LIMIT = 512 * 2**20
 # Bytes of keys and values that are read again and again while row tiles of their heads run.
 L2_SHARE = 24 * 2**20
+# Up to so many blocks of keys, a tile is short for the Hopper kernel.
+PERSISTENT_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,16 @@ def attention_tile(
     return (hopper if hopper is not None and rows > 64 else tile), False
 
 
-def heads_at_once(bytes_each: int) -> int:
-    """How many KV heads the Hopper kernel walks side by side, so that their keys and values stay in the L2 cache."""
-    return max(1, L2_SHARE // max(bytes_each, 1))
+def hopper_grid(*, tiles: int, heads: int, blocks: int, bytes_each: int, gpu: Gpu) -> tuple[int, int]:
+    """(programs, heads side by side) for the Hopper kernel: `tiles` row tiles of `heads` KV heads of up to `blocks`
+    blocks, bytes_each of keys and values.
+
+    Short tiles are dealt out to one program per multiprocessor, which then loads the next tile's keys while it ends
+    this one; long tiles are left to the GPU's own scheduler, in an order that keeps keys and values in the L2 cache.
+    """
+    if blocks <= PERSISTENT_BLOCKS:
+        return min(tiles, gpu.multiprocessors), heads
+    return tiles, max(1, L2_SHARE // max(bytes_each, 1))
 
 
 def all_tiles(*, head_dim: int, value_head_dim: int, dtype: torch.dtype, gpu: Gpu) -> list[Tile]:

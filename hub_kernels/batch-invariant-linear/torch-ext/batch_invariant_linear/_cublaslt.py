@@ -182,7 +182,7 @@ class Product:
             self._algorithm_at,
             None if workspace is None else workspace.data_ptr(),
             self._workspace,
-            torch.cuda.current_stream().cuda_stream,
+            torch._C._cuda_getCurrentRawStream(y.device.index),  # as torch's own generated code asks for it
         )
         if status != 0:
             raise _Status(f"cublasLtMatmul gave status {status}")

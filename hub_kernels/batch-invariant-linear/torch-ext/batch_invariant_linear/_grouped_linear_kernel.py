@@ -51,7 +51,9 @@ def grouped_linear_kernel(
     stride_wk,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    COMPENSATED: tl.constexpr,
+    SUM: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -69,7 +71,19 @@ def grouped_linear_kernel(
         w_rows = w_ptr + expert.to(tl.int64) * stride_we + tl.minimum(cols, N - 1).to(tl.int64) * stride_wn
         length = tl.where(expert < E, K, 0)
         acc = accumulate(
-            x_rows, w_rows, length, stride_xk, stride_wk, SWAP, EVEN_K, COMPENSATED, BLOCK_M, BLOCK_N, BLOCK_K
+            x_rows,
+            w_rows,
+            length,
+            stride_xk,
+            stride_wk,
+            SWAP,
+            EVEN_K,
+            SUM,
+            GROUP,
+            FLOAT_PARTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
         )
         if SWAP:
             acc = tl.trans(acc)

@@ -24,15 +24,18 @@ def gpu_of(device: torch.device) -> plan.Gpu:
 
 
 def _choose_tile(x: torch.Tensor, rows: int, n: int, descriptors: bool) -> plan.Tile:
+    k = x.shape[-1]
     if not selfcheck.tiles_agree(x.dtype, x.device):
-        return plan.only_tile(x.dtype)
-    return plan.linear_tile(rows=rows, n=n, dtype=x.dtype, descriptors=descriptors, gpu=gpu_of(x.device))
+        return plan.only_tile(k, x.dtype)
+    return plan.linear_tile(rows=rows, n=n, k=k, dtype=x.dtype, descriptors=descriptors, gpu=gpu_of(x.device))
 
 
-def _compensated(n: int, k: int, dtype: torch.dtype, tile: plan.Tile) -> bool:
+def _order(n: int, k: int, dtype: torch.dtype, tile: plan.Tile, gpu: plan.Gpu) -> dict:
+    """What the contract of a weight tells the kernels."""
     order = contract.linear_contract(n=n, k=k, dtype=dtype)
-    assert not order.compensated or (tile.k == order.k_chunk and not tile.swap and not tile.tma), (order, tile)
-    return order.compensated
+    assert order.sum == "running" or (tile.k == order.k_chunk and not tile.tma), (order, tile)
+    assert order.sum != "compensated" or not tile.swap, (order, tile)
+    return dict(SUM=order.sum, GROUP=order.group, FLOAT_PARTS=gpu.capability < (8, 0), EVEN_K=k % tile.k == 0)
 
 
 def _rows_aligned(tensor: torch.Tensor) -> bool:
@@ -88,7 +91,7 @@ def launch_linear(
     """
     rows, k = x.shape
     n = weight.shape[0]
-    y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    y = x.new_empty((rows, n))
     if rows == 0:
         return y
     if tile is None:
@@ -145,8 +148,7 @@ def _launch_pointer(x, weight, bias, y, tile: plan.Tile) -> torch.Tensor:
         *weight.stride(),
         HAS_BIAS=bias is not None,
         SWAP=tile.swap,
-        EVEN_K=k % tile.k == 0,
-        COMPENSATED=_compensated(n, k, x.dtype, tile),
+        **_order(n, k, x.dtype, tile, gpu_of(x.device)),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -167,11 +169,10 @@ def launch_grouped_linear(
     y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     tma = x.dtype != torch.float32 and weight.is_contiguous() and serves(_TMA_TILE, x, weight[0])
     if tile is None:
-        tile = plan.only_tile(x.dtype)
+        tile = plan.only_tile(k, x.dtype)
         if selfcheck.tiles_agree(x.dtype, x.device):
-            tile = plan.grouped_tile(
-                rows=rows, experts=experts, n=n, dtype=x.dtype, descriptors=tma, gpu=gpu_of(x.device)
-            )
+            call = dict(rows=rows, experts=experts, n=n, k=k, dtype=x.dtype, gpu=gpu_of(x.device))
+            tile = plan.grouped_tile(**call, descriptors=tma)
     sizes = dict(
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
@@ -199,8 +200,7 @@ def launch_grouped_linear(
         *x.stride(),
         *weight.stride(),
         SWAP=tile.swap,
-        EVEN_K=k % tile.k == 0,
-        COMPENSATED=_compensated(n, k, x.dtype, tile),
+        **_order(n, k, x.dtype, tile, gpu_of(x.device)),
         **sizes,
     )
     return y

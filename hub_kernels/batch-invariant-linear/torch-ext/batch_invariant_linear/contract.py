@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 # Raised when the bits of any op in this package change on purpose.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -18,15 +18,19 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class LinearContract:
     """How one output element is reduced on a GPU, always in ascending order of k.
 
-    k_chunk: elements summed into one float32 accumulator; equal to K means one pass.
-    compensated: chunks are added with Kahan's compensation (Kahan 1965, "Further remarks on reducing truncation
-        errors"), chunks of exact zeros left out.
-    input_precision: "ieee": products of float32 operands are float32 products, never TF32.
+    k_chunk: elements that the hardware sums into one float32 accumulator.
+    sum: how chunks are added. "running": there is one. "compensated": with Kahan's compensation (Kahan 1965, "Further
+        remarks on reducing truncation errors"), chunks of exact zeros left out. "grouped": `group` chunks into a group,
+        groups into the total.
+    parts: 1: operands are multiplied as they are. 3: float32 operands as three bfloat16 parts each, six of the nine
+        products (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for
+        higher-precision computations"). Never TF32.
     """
 
     k_chunk: int
-    compensated: bool
-    input_precision: str = "ieee"
+    sum: str = "running"
+    group: int = 1
+    parts: int = 1
 
 
 def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
@@ -34,9 +38,12 @@ def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
 
     16-bit weights: one ascending pass over K, for every shape. It keeps the bits of a stock GEMM that does not split K,
     and a second engine with a plain K loop can serve the same contract. float32: short chunks, since one running sum
-    over thousands of terms is several times less accurate than what stock kernels do.
+    over thousands of terms is several times less accurate than what stock kernels do. Where K is short, products are
+    exact to float32's last bit, as a rotary embedding's are in stock.
     """
     assert dtype in DTYPES, dtype
-    if dtype == torch.float32:
-        return LinearContract(k_chunk=16, compensated=True)
-    return LinearContract(k_chunk=k, compensated=False)
+    if dtype != torch.float32:
+        return LinearContract(k_chunk=k)
+    if k <= 256:
+        return LinearContract(k_chunk=16, sum="compensated")
+    return LinearContract(k_chunk=32, sum="grouped", group=16, parts=3)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import tiles
+from . import contract, tiles
 from .tiles import Tile
 
 ENGINES = ("auto", "triton")
@@ -52,22 +52,27 @@ def prefers_triton(*, rows: int, n: int, gpu: Gpu) -> bool:
     return programs >= TRITON_FROM_WAVES * gpu.multiprocessors
 
 
-def only_tile(dtype: torch.dtype) -> Tile:
+def _float32_table(k: int) -> tuple:
+    parts = contract.linear_contract(n=1, k=k, dtype=torch.float32).parts
+    return tiles.FLOAT32_SHORT if parts == 1 else tiles.FLOAT32
+
+
+def only_tile(k: int, dtype: torch.dtype) -> Tile:
     """The tile that serves everything where the tiles were not seen to agree."""
-    return tiles.FLOAT32[0][-1] if dtype == torch.float32 else tiles.DEFAULT.many[0]
+    return _float32_table(k)[0][-1] if dtype == torch.float32 else tiles.DEFAULT.many[0]
 
 
 def _first_fit(table, rows: int, n: int) -> Tile | None:
     return next((tile for most_rows, most_n, tile in table if rows <= (most_rows or rows) and n <= (most_n or n)), None)
 
 
-def linear_tile(*, rows: int, n: int, dtype: torch.dtype, descriptors: bool, gpu: Gpu) -> Tile:
-    """The tile for `rows` rows of a weight with n rows.
+def linear_tile(*, rows: int, n: int, k: int, dtype: torch.dtype, descriptors: bool, gpu: Gpu) -> Tile:
+    """The tile for `rows` rows of a weight (n, k).
 
     descriptors: operands and GPU allow tensor descriptors.
     """
     if dtype == torch.float32:
-        return _first_fit(tiles.FLOAT32, rows, n)
+        return _first_fit(_float32_table(k), rows, n)
     table = tiles.TUNED.get(gpu.capability, tiles.DEFAULT)
     few = (table.few, table.few_tma) if descriptors else (table.few,)
     tile = next((tile for entries in few if (tile := _first_fit(entries, rows, n))), None)
@@ -77,19 +82,19 @@ def linear_tile(*, rows: int, n: int, dtype: torch.dtype, descriptors: bool, gpu
     return next((t for t in many if -(-rows // t.m) * -(-n // t.n) <= gpu.multiprocessors), many[-1])
 
 
-def grouped_tile(*, rows: int, experts: int, n: int, dtype: torch.dtype, descriptors: bool, gpu: Gpu) -> Tile:
-    """The tile for `rows` rows dealt out to `experts` weights of n rows each; how they are dealt is not known here."""
+def grouped_tile(*, rows: int, experts: int, n: int, k: int, dtype: torch.dtype, descriptors: bool, gpu: Gpu) -> Tile:
+    """The tile for `rows` rows dealt out to `experts` weights (n, k); how they are dealt is not known here."""
     mean = -(-rows // experts)
     if dtype == torch.float32:
-        return _first_fit(tiles.FLOAT32, mean, n)
+        return _first_fit(_float32_table(k), mean, n)
     table = tiles.TUNED.get(gpu.capability, tiles.DEFAULT)
     return _first_fit((descriptors and table.grouped_tma) or table.grouped, mean, n)
 
 
-def all_tiles(dtype: torch.dtype, gpu: Gpu) -> list[Tile]:
-    """Every tile that may serve a dtype on a GPU (for the test that they agree)."""
+def all_tiles(k: int, dtype: torch.dtype, gpu: Gpu) -> list[Tile]:
+    """Every tile that may serve weights (any, k) of a dtype on a GPU (for the test that they agree)."""
     if dtype == torch.float32:
-        return [tile for *_, tile in tiles.FLOAT32]
+        return [tile for *_, tile in _float32_table(k)]
     table = tiles.TUNED.get(gpu.capability, tiles.DEFAULT)
     listed = [
         tile for one in (tiles.DEFAULT, table) for *_, tile in one.few + one.few_tma + one.grouped + one.grouped_tma

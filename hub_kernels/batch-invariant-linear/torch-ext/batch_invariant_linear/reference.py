@@ -14,17 +14,43 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     order = linear_contract(n=n, k=k, dtype=x.dtype)
     y = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
     lost = torch.zeros_like(y)  # what rounding took from y
-    for start in range(0, k, order.k_chunk):
+    group = torch.zeros_like(y)
+    for number, start in enumerate(range(0, k, order.k_chunk)):
         part = slice(start, start + order.k_chunk)
-        chunk = x[:, part].float() @ weight[:, part].float().t()
-        term = chunk - lost
-        total = y + term
-        if order.compensated:
+        chunk = _product(x[:, part], weight[:, part], order.parts)
+        if order.sum == "running":
+            y = chunk
+        elif order.sum == "compensated":
+            term = chunk - lost
+            total = y + term
             lost = torch.where(chunk == 0, lost, ((total - y) - term).nan_to_num(nan=0.0))
-        y = torch.where(chunk == 0, y, total)
+            y = torch.where(chunk == 0, y, total)
+        else:
+            group = group + chunk
+            if number % order.group == order.group - 1:
+                y, group = y + group, torch.zeros_like(y)
+    y = y + group
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """x (M, k) @ weight (N, k).T in float32: as it is, or as six products of three bfloat16 parts each."""
+    if parts == 1:
+        return x.float() @ weight.float().t()
+    x1, x2, x3 = _three_parts(x)
+    w1, w2, w3 = _three_parts(weight)
+    small = x3 @ w1.t() + x1 @ w3.t() + x2 @ w2.t() + x2 @ w1.t() + x1 @ w2.t()
+    return torch.where(small.isfinite(), small, 0.0) + x1 @ w1.t()
+
+
+def _three_parts(x: torch.Tensor) -> list[torch.Tensor]:
+    parts = []
+    for _ in range(3):
+        parts.append(x.bfloat16().float())
+        x = torch.where(parts[-1] == x, 0.0, x - parts[-1])
+    return parts
 
 
 def bmm_reference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -75,8 +75,8 @@ def _differing_tiles(dtype: torch.dtype, device: torch.device) -> list[str]:
     differing = []
     for rows, n, k in _SHAPES:
         x, weight = cancelling(rows, n, k, dtype, device)
-        want = _launch.launch_linear(x, weight, None, tile=plan.only_tile(dtype))
-        for tile in plan.all_tiles(dtype, _launch.gpu_of(device)):
+        want = _launch.launch_linear(x, weight, None, tile=plan.only_tile(k, dtype))
+        for tile in plan.all_tiles(k, dtype, _launch.gpu_of(device)):
             if _launch.serves(tile, x, weight) and not _same_bits(
                 _launch.launch_linear(x, weight, None, tile=tile), want
             ):
@@ -119,7 +119,7 @@ def _compare_with_triton(algorithm, like_x: torch.Tensor, like_weight: torch.Ten
     y = torch.empty(rows, n, dtype=dtype, device=device)
     product = _cublaslt.Product(rows, n, k, dtype, k, k, bias, algorithm)
     product(x, weight, shift, y)
-    same = _same_bits(y, _launch.launch_linear(x, weight, shift, tile=plan.only_tile(dtype)))
+    same = _same_bits(y, _launch.launch_linear(x, weight, shift, tile=plan.only_tile(k, dtype)))
     product.close()
     return same, f"{'equal' if same else 'other'} bits at {rows} rows"
 

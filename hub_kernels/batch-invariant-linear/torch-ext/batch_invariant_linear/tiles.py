@@ -91,8 +91,14 @@ TUNED = {
         ),
     ),
 }
-# float32, any GPU: `k` is the contract's chunk, and the kernels are the same everywhere.
+# float32, any GPU; `k` is the contract's chunk.
 FLOAT32 = (
+    (16, None, Tile(16, 64, 32, warps=4, stages=4, swap=True)),
+    (64, None, Tile(64, 64, 32, warps=4, stages=4)),
+    (None, None, Tile(128, 64, 32, warps=8, stages=3)),
+)
+# float32 with a short K, whose products need no matrix unit.
+FLOAT32_SHORT = (
     (16, None, Tile(16, 32, 16, warps=4, stages=4)),
     (64, None, Tile(32, 64, 16, warps=4, stages=4)),
     (None, None, Tile(64, 64, 16, warps=4, stages=4)),

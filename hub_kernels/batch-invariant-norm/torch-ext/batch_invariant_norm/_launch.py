@@ -8,7 +8,9 @@ from . import contract, plan
 
 
 def _device(x: torch.Tensor):
-    return contextlib.nullcontext() if x.device.type == "cpu" else torch.get_device_module(x.device).device(x.device)
+    if x.device.type == "cpu" or (x.device.type == "cuda" and x.device.index == torch.cuda.current_device()):
+        return contextlib.nullcontext()  # entering a device costs as much as a small launch
+    return torch.get_device_module(x.device).device(x.device)
 
 
 def _rows(tensor: torch.Tensor | None, columns: int) -> torch.Tensor | None:
