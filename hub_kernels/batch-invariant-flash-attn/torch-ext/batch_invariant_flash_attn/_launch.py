@@ -185,7 +185,8 @@ def _launch(
     gpu = gpu_of(query.device)
     kv_block = contract.attention_contract(**shape).kv_block
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
-    full = mask is None and key_mask is None and query.dtype != torch.float32
+    # Small heads keep to the masked walk: with head_dim 16 the other one was seen to give wrong values on an H200.
+    full = mask is None and key_mask is None and query.dtype != torch.float32 and min(block_d, block_dv) >= 64
     descriptors = gpu.descriptors and full and _describable(key, block_d) and _describable(value, block_dv)
 
     if query_offset is None and window[0] >= kv_len - 1:

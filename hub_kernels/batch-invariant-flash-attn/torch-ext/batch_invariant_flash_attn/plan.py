@@ -42,7 +42,7 @@ def _row_tile(table: tuple, rows: int) -> Tile:
 
 
 def _head_class(head_dim: int, value_head_dim: int) -> int:
-    return next(widest for widest in (64, 128, 256) if max(head_dim, value_head_dim) <= widest)
+    return next(widest for widest in (32, 64, 128, 256) if max(head_dim, value_head_dim) <= widest)
 
 
 def _hopper_tile(head_dim: int, value_head_dim: int, gpu: Gpu) -> Tile | None:

@@ -19,6 +19,7 @@ class Tile:
 # By compute capability, then by the widest head up to (elements): (most rows, tile).
 TUNED = {
     (9, 0): {  # measured on an H200
+        32: ((None, Tile(64, warps=4, stages=2)),),
         64: ((16, Tile(16, warps=2, stages=3)), (None, Tile(64, warps=4, stages=2))),
         128: ((16, Tile(16, warps=4, stages=3)), (None, Tile(64, warps=4, stages=2))),
         256: (
@@ -32,9 +33,10 @@ TUNED = {
 HOPPER = {64: Tile(128, warps=4, stages=2, hopper=True), 128: Tile(128, warps=4, stages=2, hopper=True)}
 # Any other GPU: small enough for 99 KB of shared memory a block (compute capability 8.6 and 8.9).
 DEFAULT = {
+    32: ((None, Tile(64, warps=4, stages=2)),),
     64: ((16, Tile(16, warps=4, stages=2)), (None, Tile(64, warps=4, stages=2))),
     128: ((16, Tile(16, warps=4, stages=2)), (None, Tile(64, warps=4, stages=2))),
     256: ((16, Tile(16, warps=4, stages=1)), (None, Tile(32, warps=4, stages=1))),
 }
 # float32 uses no tensor core: the thread layout follows the tile, so a head size has one tile only.
-FLOAT32 = {64: Tile(32, warps=4, stages=1), 128: Tile(32, warps=4, stages=1), 256: Tile(16, warps=4, stages=1)}
+FLOAT32 = {widest: Tile(16 if widest == 256 else 32, warps=4, stages=1) for widest in (32, 64, 128, 256)}

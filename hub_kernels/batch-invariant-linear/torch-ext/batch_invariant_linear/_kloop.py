@@ -5,6 +5,16 @@ import triton.language as tl
 
 
 @triton.jit
+def _product(x, w, acc, SWAP: tl.constexpr):
+    """acc + x @ w.T, or its transpose if SWAP."""
+    if SWAP:
+        total = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        total = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _parts(x, FLOAT_PARTS: tl.constexpr):
     """float32 x as three bfloat16 (24 bits of mantissa, exactly), the largest first; infinities stay in the first.
 
@@ -20,21 +30,21 @@ def _parts(x, FLOAT_PARTS: tl.constexpr):
 
 
 @triton.jit
-def _float32_product(a, b, FLOAT_PARTS: tl.constexpr):
-    """a @ b of float32 tiles on the matrix unit, as six products of bfloat16 parts, the smallest first.
+def _float32_product(x, w, SWAP: tl.constexpr, FLOAT_PARTS: tl.constexpr):
+    """x @ w.T of float32 tiles, or its transpose if SWAP, as six products of bfloat16 parts, the smallest first.
 
     What is left out is 2**-25 of a product and less. A tile with an infinity keeps it: the small products, which may
     be NaN then, do not count.
     """
-    a1, a2, a3 = _parts(a, FLOAT_PARTS)
-    b1, b2, b3 = _parts(b, FLOAT_PARTS)
-    small = tl.dot(a3, b1, input_precision="ieee")
-    small = tl.dot(a1, b3, small, input_precision="ieee")
-    small = tl.dot(a2, b2, small, input_precision="ieee")
-    small = tl.dot(a2, b1, small, input_precision="ieee")
-    small = tl.dot(a1, b2, small, input_precision="ieee")
+    x1, x2, x3 = _parts(x, FLOAT_PARTS)
+    w1, w2, w3 = _parts(w, FLOAT_PARTS)
+    small = _product(x3, w1, None, SWAP)
+    small = _product(x1, w3, small, SWAP)
+    small = _product(x2, w2, small, SWAP)
+    small = _product(x2, w1, small, SWAP)
+    small = _product(x1, w2, small, SWAP)
     small = tl.where(tl.abs(small) < float("inf"), small, 0.0)
-    return tl.dot(a1, b1, small, input_precision="ieee")
+    return _product(x1, w1, small, SWAP)
 
 
 @triton.jit
@@ -46,8 +56,8 @@ def accumulate(
     stride_wk,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    SUM: tl.constexpr,  # contract.LinearContract.sum
-    GROUP: tl.constexpr,  # chunks of a group, if SUM is "grouped"
+    COMPENSATED: tl.constexpr,
+    PARTS: tl.constexpr,  # of contract.LinearContract
     FLOAT_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -55,8 +65,8 @@ def accumulate(
 ):
     """Sum of x[m, k] * w[n, k] over ascending k, in float32: (BLOCK_M, BLOCK_N), or its transpose if SWAP.
 
-    Unless SUM is "running", BLOCK_K is the contract's chunk. K past the end is loaded as zeros, whose products leave a
-    sum as it is.
+    COMPENSATED: BLOCK_K is the contract's chunk; each chunk is summed by itself and added with Kahan's compensation.
+    K past the end is loaded as zeros, whose products leave a sum as it is.
     """
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr[:, None] + (k.to(tl.int64) * stride_xk)[None, :]
@@ -65,8 +75,7 @@ def accumulate(
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    lost = acc  # what rounding took from acc, if SUM is "compensated"
-    group = acc  # sum of the last chunks, if SUM is "grouped"
+    lost = acc  # what rounding took from acc, if COMPENSATED
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             x = tl.load(x_ptrs)
@@ -75,28 +84,19 @@ def accumulate(
             inside = (k < K - start)[None, :]
             x = tl.load(x_ptrs, mask=inside, other=0.0)
             w = tl.load(w_ptrs, mask=inside, other=0.0)
-        if SUM == "compensated":
-            chunk = tl.dot(x, tl.trans(w), input_precision="ieee")
+        if COMPENSATED:
+            if PARTS == 3:
+                chunk = _float32_product(x, w, SWAP, FLOAT_PARTS)
+            else:
+                chunk = _product(x, w, None, SWAP)
             term = chunk - lost
             total = acc + term
             rounding = (total - acc) - term
             # Zeros behind the end of K must change nothing, and an infinite total has lost nothing.
             lost = tl.where(chunk == 0.0, lost, tl.where(rounding == rounding, rounding, 0.0))
             acc = tl.where(chunk == 0.0, acc, total)
-        elif SUM == "grouped":
-            if SWAP:
-                group += _float32_product(w, tl.trans(x), FLOAT_PARTS)
-            else:
-                group += _float32_product(x, tl.trans(w), FLOAT_PARTS)
-            if (start // BLOCK_K) % GROUP == GROUP - 1:
-                acc += group
-                group = tl.zeros_like(group)
-        elif SWAP:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            acc = _product(x, w, acc, SWAP)
         x_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_xk
         w_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_wk
-    if SUM == "grouped":
-        acc += group
     return acc

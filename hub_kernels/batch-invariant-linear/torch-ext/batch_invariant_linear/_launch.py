@@ -33,9 +33,13 @@ def _choose_tile(x: torch.Tensor, rows: int, n: int, descriptors: bool) -> plan.
 def _order(n: int, k: int, dtype: torch.dtype, tile: plan.Tile, gpu: plan.Gpu) -> dict:
     """What the contract of a weight tells the kernels."""
     order = contract.linear_contract(n=n, k=k, dtype=dtype)
-    assert order.sum == "running" or (tile.k == order.k_chunk and not tile.tma), (order, tile)
-    assert order.sum != "compensated" or not tile.swap, (order, tile)
-    return dict(SUM=order.sum, GROUP=order.group, FLOAT_PARTS=gpu.capability < (8, 0), EVEN_K=k % tile.k == 0)
+    assert not order.compensated or (tile.k == order.k_chunk and not tile.tma), (order, tile)
+    return dict(
+        COMPENSATED=order.compensated,
+        PARTS=order.parts,
+        FLOAT_PARTS=gpu.capability < (8, 0),
+        EVEN_K=k % tile.k == 0,
+    )
 
 
 def _rows_aligned(tensor: torch.Tensor) -> bool:

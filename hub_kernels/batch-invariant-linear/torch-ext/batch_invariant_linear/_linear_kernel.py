@@ -34,8 +34,8 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    SUM: tl.constexpr,
-    GROUP: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    PARTS: tl.constexpr,
     FLOAT_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -54,7 +54,19 @@ def linear_kernel(
     x_rows = x_ptr + batch * stride_xb + tl.minimum(rows, M - 1).to(tl.int64) * stride_xm
     w_rows = w_ptr + batch * stride_wb + tl.minimum(cols, N - 1).to(tl.int64) * stride_wn
     acc = accumulate(
-        x_rows, w_rows, K, stride_xk, stride_wk, SWAP, EVEN_K, SUM, GROUP, FLOAT_PARTS, BLOCK_M, BLOCK_N, BLOCK_K
+        x_rows,
+        w_rows,
+        K,
+        stride_xk,
+        stride_wk,
+        SWAP,
+        EVEN_K,
+        COMPENSATED,
+        PARTS,
+        FLOAT_PARTS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
     )
 
     y_ptrs = y_ptr + batch * M * N + rows.to(tl.int64)[:, None] * N + cols[None, :]

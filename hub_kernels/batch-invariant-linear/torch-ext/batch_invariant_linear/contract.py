@@ -18,18 +18,16 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class LinearContract:
     """How one output element is reduced on a GPU, always in ascending order of k.
 
-    k_chunk: elements that the hardware sums into one float32 accumulator.
-    sum: how chunks are added. "running": there is one. "compensated": with Kahan's compensation (Kahan 1965, "Further
-        remarks on reducing truncation errors"), chunks of exact zeros left out. "grouped": `group` chunks into a group,
-        groups into the total.
+    k_chunk: elements that the hardware sums into one float32 accumulator; equal to K means one pass.
+    compensated: chunks are added with Kahan's compensation (Kahan 1965, "Further remarks on reducing truncation
+        errors"), chunks of exact zeros left out.
     parts: 1: operands are multiplied as they are. 3: float32 operands as three bfloat16 parts each, six of the nine
         products (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for
         higher-precision computations"). Never TF32.
     """
 
     k_chunk: int
-    sum: str = "running"
-    group: int = 1
+    compensated: bool = False
     parts: int = 1
 
 
@@ -45,5 +43,5 @@ def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
     if dtype != torch.float32:
         return LinearContract(k_chunk=k)
     if k <= 256:
-        return LinearContract(k_chunk=16, sum="compensated")
-    return LinearContract(k_chunk=32, sum="grouped", group=16, parts=3)
+        return LinearContract(k_chunk=16, compensated=True)
+    return LinearContract(k_chunk=32, compensated=True, parts=3)

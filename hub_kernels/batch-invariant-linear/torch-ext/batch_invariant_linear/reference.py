@@ -14,22 +14,14 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     order = linear_contract(n=n, k=k, dtype=x.dtype)
     y = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
     lost = torch.zeros_like(y)  # what rounding took from y
-    group = torch.zeros_like(y)
-    for number, start in enumerate(range(0, k, order.k_chunk)):
+    for start in range(0, k, order.k_chunk):
         part = slice(start, start + order.k_chunk)
         chunk = _product(x[:, part], weight[:, part], order.parts)
-        if order.sum == "running":
-            y = chunk
-        elif order.sum == "compensated":
-            term = chunk - lost
-            total = y + term
+        term = chunk - lost
+        total = y + term
+        if order.compensated:
             lost = torch.where(chunk == 0, lost, ((total - y) - term).nan_to_num(nan=0.0))
-            y = torch.where(chunk == 0, y, total)
-        else:
-            group = group + chunk
-            if number % order.group == order.group - 1:
-                y, group = y + group, torch.zeros_like(y)
-    y = y + group
+        y = torch.where(chunk == 0, y, total)
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype)
