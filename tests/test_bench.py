@@ -392,7 +392,7 @@ def test_lines_hold_mean_range_and_target():
     found = {(line.op, line.peer): line for line in summary.lines(rows)}
     ours = found["linear", summary.CUBLAS]
     assert (ours.mean, ours.worst, ours.best, ours.cases, ours.broken) == (1.0, 0.5, 2.0, 2, 1)
-    assert ours.group == "decode, 1 to 16 rows" and ours.target == 0.79
+    assert ours.group == "decode, 1 to 16 rows" and ours.target == 1.0
     assert found[summary.TRITON_ALONE, summary.CUBLAS].mean == pytest.approx(0.5)
     assert found["linear", summary.NOSPLIT].mean == pytest.approx(0.8)
     assert found["linear", summary.NOSPLIT].target is None
@@ -423,10 +423,10 @@ def test_cost_table_reads_old_and_new_files(monkeypatch, tmp_path, capsys):
         "",
         "| op | stock | speed, stock = 1 | worst ... best case | cases | target |",
         "|---|---|---|---|---|---|",
-        "| linear, prefill, 512 to 8192 rows | F.linear (cuBLAS) | 0.90 | 0.90 ... 0.90 | 1 | 0.97 |",
-        "| linear, Triton kernel, prefill, 512 to 8192 rows | F.linear (cuBLAS) | 0.45 | 0.45 ... 0.45 | 1 | 0.97 |",
-        "| attention, decode | the faster of SDPA's cuDNN and flash | 0.50 | 0.50 ... 0.50 | 1 |  |",
-        "| norm, rms_norm, 1 to 64 rows | the faster of torch and eager Transformers | 1.50 | 1.50 ... 1.50 | 1 |  |",
+        "| linear, prefill, 512 to 8192 rows | F.linear (cuBLAS) | 0.90 | 0.90 ... 0.90 | 1 | 1.00 |",
+        "| linear, Triton kernel, prefill, 512 to 8192 rows | F.linear (cuBLAS) | 0.45 | 0.45 ... 0.45 | 1 |  |",
+        "| attention, decode | the faster of SDPA's cuDNN and flash | 0.50 | 0.50 ... 0.50 | 1 | 1.00 |",
+        "| norm, rms_norm, 1 to 64 rows | the faster of torch and eager Transformers | 1.50 | 1.50 ... 1.50 | 1 | 1.00 |",
     ]
     assert "float16" in table["cost_table"](everything=True)
 

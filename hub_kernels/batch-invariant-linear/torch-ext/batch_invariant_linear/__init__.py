@@ -3,6 +3,6 @@
 from . import layers
 from .bmm import bmm
 from .grouped_linear import grouped_linear
-from .linear import linear
+from .linear import engine_of, linear
 
-__all__ = ["linear", "bmm", "grouped_linear", "layers"]
+__all__ = ["linear", "bmm", "grouped_linear", "engine_of", "layers"]
