@@ -90,7 +90,7 @@ def trials(cases: Sequence[LinearCase], device: str, nosplit: NosplitTimes) -> I
         chosen = engine_of(package, x, weights[0])
 
         def check(x=x, chosen=chosen) -> bool:
-            names = ("auto",) if chosen == "triton" else ("auto", "triton")
+            names = ("auto", "triton") if chosen == "cublaslt" else ("auto",)
             results = [run(x, weights[0], name) for name in names]
             alone = run(x[-1:], weights[0])
             return all(same_bits(got, whole[: len(x)]) and same_bits(got[-1:], alone) for got in results)
@@ -104,7 +104,7 @@ def trials(cases: Sequence[LinearCase], device: str, nosplit: NosplitTimes) -> I
             check=check,
             ours=lambda i, x=x: run(x, weights[i]),
             engine=chosen,
-            triton=None if chosen == "triton" else lambda i, x=x: run(x, weights[i], "triton"),
+            triton=(lambda i, x=x: run(x, weights[i], "triton")) if chosen == "cublaslt" else None,
             stock={"cublas_default": lambda i, x=x: F.linear(x, weights[i])},
             timed={"cublaslt_nosplit": nosplit[case]},
             against="cublas_default",

@@ -98,7 +98,7 @@ def test_trained_weight_can_be_used_without_grad(kernel, assert_same_bits):
 
 
 def test_public_names(kernel):
-    assert kernel.__all__ == ["linear", "bmm", "grouped_linear", "layers"]
+    assert kernel.__all__ == ["linear", "bmm", "grouped_linear", "engine_of", "layers"]
 
 
 def test_contract_functions_do_not_see_the_batch(module):
