@@ -12,21 +12,22 @@ from ._verdicts import cache_path
 
 __all__ = ["cache_path", "report", "tiles_agree"]
 
-# (compute capability, Triton's release) whose tiles the whole GPU test suite has compared.
-VERIFIED = {((9, 0), "3.6")}
+# (compute capability, Triton's release, contract.NUMERICS_VERSION) whose tiles the whole GPU test suite has compared.
+VERIFIED = {((9, 0), "3.6", 1)}
 
 
-def _machine(device: torch.device) -> tuple[tuple[int, int], str]:
+def _machine(device: torch.device) -> tuple[tuple[int, int], str, int]:
     import triton
 
-    return torch.cuda.get_device_capability(device), ".".join(triton.__version__.split(".")[:2])
+    release = ".".join(triton.__version__.split(".")[:2])
+    return torch.cuda.get_device_capability(device), release, contract.NUMERICS_VERSION
 
 
 def _key(head_dim: int, value_head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    (major, minor), triton = _machine(device)
+    (major, minor), triton, version = _machine(device)
     return (
         f"attention tiles {head_dim} {value_head_dim} {str(dtype)[6:]} sm_{major}{minor} triton {triton} "
-        f"numerics {contract.NUMERICS_VERSION}"
+        f"numerics {version}"
     )
 
 
@@ -88,8 +89,8 @@ def report() -> list[dict[str, str]]:
     device = torch.device("cuda", torch.cuda.current_device())
     if _machine(device) in VERIFIED:
         return [{"name": "attention, tiles", "status": "verified", "detail": "by the GPU test suite"}]
-    (major, minor), triton = _machine(device)
-    here = f"sm_{major}{minor} triton {triton} numerics {contract.NUMERICS_VERSION}"
+    (major, minor), triton, version = _machine(device)
+    here = f"sm_{major}{minor} triton {triton} numerics {version}"
     rows = [
         {"name": key, "status": "passed" if verdict["passed"] else "failed", "detail": verdict["detail"]}
         for key, verdict in _verdicts.matching("attention tiles ").items()

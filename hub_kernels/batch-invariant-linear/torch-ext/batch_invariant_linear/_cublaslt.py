@@ -40,8 +40,8 @@ class _Heuristic(ctypes.Structure):
     ]
 
 
-class _Status(RuntimeError):
-    """A call of the library failed."""
+class Refused(RuntimeError):
+    """The library does not serve what it was asked for, or a call of it failed."""
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def version() -> int | None:
 def _call(name: str, *arguments) -> None:
     status = getattr(_library(), name)(*arguments)
     if status != 0:
-        raise _Status(f"{name} gave status {status}")
+        raise Refused(f"{name} gave status {status}")
 
 
 def _set(kind: str, handle: ctypes.c_void_p, attribute: int, value) -> None:
@@ -107,7 +107,7 @@ class Product:
         self.algorithm = algorithm or self._choose(rows, n, k, dtype, stride_x)
         self._workspace = self._needs(self.algorithm)
         if self._workspace is None:
-            raise _Status("the algorithm does not serve this product")
+            raise Refused("the algorithm does not serve this product")
         self.configuration = bytes(self.algorithm).hex()
         self._bias_pointer = ctypes.c_void_p()
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
@@ -147,7 +147,7 @@ class Product:
             unreduced = _configuration(algorithm, _CONFIG_REDUCTION_SCHEME) == 0
             if result.state == 0 and unsplit and unreduced and self._needs(algorithm) is not None:
                 return algorithm
-        raise _Status("the library offers no algorithm without split-K")
+        raise Refused("the library offers no algorithm without split-K")
 
     def _needs(self, algorithm: _Algorithm) -> int | None:
         """Bytes of workspace, None if the algorithm does not serve this product with the little that we allow."""
@@ -185,7 +185,7 @@ class Product:
             torch._C._cuda_getCurrentRawStream(y.device.index),  # as torch's own generated code asks for it
         )
         if status != 0:
-            raise _Status(f"cublasLtMatmul gave status {status}")
+            raise Refused(f"cublasLtMatmul gave status {status}")
 
     def close(self) -> None:
         """Give the library's descriptions back."""
@@ -200,7 +200,7 @@ def _configuration(algorithm: _Algorithm, attribute: int) -> int:
     get = _library().cublasLtMatmulAlgoConfigGetAttribute
     status = get(ctypes.byref(algorithm), attribute, ctypes.byref(value), size, ctypes.byref(written))
     if status != 0:
-        raise _Status(f"cublasLtMatmulAlgoConfigGetAttribute gave status {status}")
+        raise Refused(f"cublasLtMatmulAlgoConfigGetAttribute gave status {status}")
     return value.value
 
 
@@ -249,7 +249,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
             if oldest is not None:
                 oldest.close()
         try:
-            known[key] = Product(*key[1:]) if _library() is not None and max(stride_x, weight.stride(0)) >= k else None
-        except _Status:  # the library's way to say "not supported": Triton serves every case
+            known[key] = Product(*key[1:]) if _library() is not None and min(stride_x, weight.stride(0)) >= k else None
+        except Refused:  # the library's way to say "not supported": Triton serves every case
             known[key] = None
     return known[key]
