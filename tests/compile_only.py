@@ -131,7 +131,9 @@ class Recorder:
         except _DidNotCompile:
             print(f"{call}: does not compile", file=sys.stderr)
 
-    def _add(self, kernel, kwargs: dict, begin: float, shared: int = 0, tensor_memory: int = 0, error: str = "") -> None:
+    def _add(
+        self, kernel, kwargs: dict, begin: float, shared: int = 0, tensor_memory: int = 0, error: str = ""
+    ) -> None:
         shown = [name for name in kwargs if name in _TILE or name.startswith(("BLOCK_", "TILE_"))]
         tile = " ".join(f"{name}={kwargs[name]}" for name in shown)
         limit = SHARED_KIB[self.capability] * 1024
@@ -198,13 +200,13 @@ def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool)
         m, n, k, warps, stages = tile
         return linear(300, 4096, torch.bfloat16, tile=plan.Tile(m, n, k, warps, stages))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        few_sizes = dtype == torch.float16 and not exhaustive  # bfloat16 in all but name
-        for rows in (5000,) if few_sizes else (1, 16, 64, 300, 5000):
-            for n in (4096,) if few_sizes else (512, 4096, 20000):
+        twin = dtype == torch.float16 and not exhaustive  # as large as bfloat16: one size of each op
+        for rows in (5000,) if twin else (1, 16, 64, 300, 5000):
+            for n in (4096,) if twin else (512, 4096, 20000):
                 linear(rows, n, dtype)
-                # Rows that are not 16-byte aligned exclude descriptors, and n = 20001 excludes them as well.
-                linear(rows, n + 1 if n == 20000 else n, dtype, k=4096 if n == 20000 else 1000)
+                linear(rows, n + 1, dtype)  # descriptors cannot describe the result's rows
                 if exhaustive:
+                    linear(rows, n, dtype, k=1000)
                     linear(rows, n, dtype, k=4095)
                     linear(rows, n, dtype, bias=True)
             bmm(rows, 512, dtype)
@@ -212,9 +214,8 @@ def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool)
         with _self_check_failed(selfcheck):
             linear(300, 4096, dtype)
             grouped(300, 1024, dtype)
-        for each in plan.all_tiles(dtype, gpu):
-            if not few_sizes:
-                linear(300, 4096, dtype, tile=each)
+        for each in [] if twin else plan.all_tiles(dtype, gpu):
+            linear(300, 4096, dtype, bias=True, tile=each)
             if exhaustive:
                 grouped(300, 1024, dtype, tile=each)
     return None
@@ -227,6 +228,7 @@ def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bo
     launch.gpu_of = lambda device: gpu
     plain = dict(causal=True, scale=0.1, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     plain |= dict(mask=None, key_mask=None, origin=None, query_offset=None)
+    extras = dict(window_left=300, softcap=20.0)
     heads, kv_heads = 32, 8
 
     def attention(what: str, dim: int, dtype: torch.dtype, batch: int, q_len: int, *, tile=None, split=None, **change):
@@ -238,67 +240,64 @@ def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bo
 
     if tile:
         return attention("prefill", 128, torch.bfloat16, 1, 2048, tile=plan.Tile(*tile), split=False)
-    extras = dict(window_left=300, softcap=20.0)
-    for dim in (64, 128, 256, 80):
-        for dtype in (torch.bfloat16, torch.float32, *([torch.float16] if exhaustive else [])):
-            sinks = _meta(heads, dtype=dtype)
-            per_row = _meta(1, dtype=torch.int32)
-            seen = _meta(1, 1, 2048, 2048, dtype=torch.bool)
-            attention("decode, split", dim, dtype, 1, 1, origin=per_row, query_offset=per_row)
-            attention("decode, unsplit", dim, dtype, 256, 1)
+    per_row = _meta(1, dtype=torch.int32)
+    seen = _meta(1, 1, 2048, 2048, dtype=torch.bool)
+    for dim in (64, 128, 256, 80) if exhaustive else (64, 128, 256):
+        for dtype in (torch.bfloat16, torch.float32):
+            sinks, widest = _meta(heads, dtype=dtype), dim == 256
+            if dtype == torch.float32 and not (widest or exhaustive):
+                continue
             attention("prefill", dim, dtype, 1, 2048, origin=per_row)
-            attention("prefill, boolean mask", dim, dtype, 1, 2048, mask=seen)
-            attention("prefill, sinks, softcap, window", dim, dtype, 1, 2048, sinks=sinks, **extras)
+            attention("decode, split", dim, dtype, 1, 1, origin=per_row, query_offset=per_row)
+            if widest or exhaustive:
+                attention("prefill, boolean mask", dim, dtype, 1, 2048, mask=seen)
+            if dim == 128 or exhaustive:
+                attention("prefill, sinks, softcap, window", dim, dtype, 1, 2048, sinks=sinks, **extras)
+            if not exhaustive:
+                continue
+            attention("decode, unsplit", dim, dtype, 256, 1)
+            attention("prefill, key mask", dim, dtype, 1, 2048, key_mask=_meta(1, 2048, dtype=torch.bool))
             with _self_check_failed(selfcheck):
                 attention("prefill, self-check failed", dim, dtype, 1, 2048)
-            shape = dict(head_dim=dim, value_head_dim=dim, dtype=dtype)
-            for each in plan.all_tiles(**shape, gpu=gpu):
-                attention("every tile", dim, dtype, 1, 2048, tile=each, split=False)
-                if exhaustive and not each.hopper:
-                    attention("every tile, split", dim, dtype, 1, 2048, tile=each, split=True)
-                    attention("every tile, masks", dim, dtype, 1, 2048, tile=each, split=False, mask=seen, sinks=sinks)
-            if exhaustive:
-                added, there = _meta(1, heads, 2048, 2048, dtype=dtype), _meta(1, 2048, dtype=torch.bool)
-                attention("prefill, additive mask", dim, dtype, 1, 2048, mask=added)
-                attention("prefill, key mask", dim, dtype, 1, 2048, key_mask=there)
-                attention("bidirectional", dim, dtype, 1, 2048, causal=False)
-                attention("decode, split, window", dim, dtype, 1, 1, window_left=1000)
+            for each in plan.all_tiles(head_dim=dim, value_head_dim=dim, dtype=dtype, gpu=gpu):
+                attention("prefill, every tile", dim, dtype, 1, 2048, tile=each, split=False, origin=per_row)
     return None
 
 
 def compile_norm(recorder: Recorder, tile: list[int] | None, exhaustive: bool) -> None:
     if tile:
         raise ValueError("--tile: expected linear or flash-attn, got norm, whose tiles are part of its contract")
-    launch, norm, contract = load("norm", "_launch", "rms_norm", "contract")
+    launch, contract = load("norm", "_launch", "contract")
     launch._device = lambda x: contextlib.nullcontext()
 
-    def rms_norm(columns: int, dtype: torch.dtype, weight: torch.dtype, **change) -> None:
-        x, scale = _meta(8, columns, dtype=dtype), _meta(columns, dtype=weight)
+    def rms_norm(columns: int, dtype: torch.dtype) -> None:
+        x, weight = _meta(8, columns, dtype=dtype), _meta(columns, dtype=dtype)
         options = dict(cast_before_weight=True, cast_to_weight_dtype=False, offset_in_weight_dtype=False)
-        rounding = contract.rms_norm_rounding(dtype, weight, **options, round_factor=False, gate_last=False)
-        arguments = dict(gate=None, eps=1e-6, group_size=columns, weight_offset=0.0, gate_before=False, activation=None)
-        arguments |= dict(weight=scale, rounding=rounding) | change
+        rounding = contract.rms_norm_rounding(dtype, dtype, **options, round_factor=False, gate_last=False)
+        arguments = dict(gate=None, eps=1e-6, group_size=columns, weight_offset=0.0, gate_before=False)
+        arguments |= dict(weight=weight, activation="silu", rounding=rounding)
         recorder.compile(f"rms_norm {_name(dtype)} {columns}", lambda: launch.rms_norm(x, **arguments))
 
     def layer_norm(columns: int, dtype: torch.dtype) -> None:
         x, weight = _meta(8, columns, dtype=dtype), _meta(columns, dtype=dtype)
-        call = lambda: launch.layer_norm(x, weight, weight, 1e-5, columns, torch.float32, torch.float32, dtype)  # noqa: E731
-        recorder.compile(f"layer_norm {_name(dtype)} {columns}", call)
+        arguments = (x, weight, weight, 1e-5, columns, torch.float32, torch.float32, dtype)
+        recorder.compile(f"layer_norm {_name(dtype)} {columns}", lambda: launch.layer_norm(*arguments))
 
     def softmax(columns: int, dtype: torch.dtype) -> None:
         x = _meta(8, columns, dtype=dtype)
         recorder.compile(f"softmax {_name(dtype)} {columns}", lambda: launch.softmax(x, False, torch.empty_like(x)))
 
+    def total(columns: int, dtype: torch.dtype) -> None:
+        x, out = _meta(8, columns, dtype=dtype), _meta(8, dtype=dtype)
+        recorder.compile(f"sum {_name(dtype)} {columns}", lambda: launch.reduce(x, False, out))
+
     sizes = (128, 4096, 151936) + ((16, 1000, 8192, 16384, 16385) if exhaustive else ())
     for dtype in (torch.bfloat16, torch.float32, *([torch.float16] if exhaustive else [])):
         for columns in sizes:
-            rms_norm(columns, dtype, dtype)
+            rms_norm(columns, dtype)
             layer_norm(columns, dtype)
             softmax(columns, dtype)
-            total = _meta(8, dtype=dtype)
-            recorder.compile(
-                f"sum {_name(dtype)} {columns}", lambda c=columns, d=dtype, t=total: launch.reduce(_meta(8, c, dtype=d), False, t)
-            )
+            total(columns, dtype)
 
 
 _COMPILE = {"linear": compile_linear, "flash-attn": compile_attention, "norm": compile_norm}
@@ -309,7 +308,7 @@ def compile_package(
 ) -> list[Compiled]:
     """What a package launches on a GPU of this compute capability, each kernel once.
 
-    tile: compile one call with this tile alone. exhaustive: with every option and dtype, too.
+    tile: compile one call with this tile alone. exhaustive: every option of the calls, not only the largest kernels.
     """
     recorder = Recorder(capability)
     with recorder.recording():
@@ -321,8 +320,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("package", choices=PACKAGES)
     parser.add_argument("--capability", choices=SHARED_KIB, required=True)
-    parser.add_argument("--tile", help="m,n,k,warps,stages (linear) or rows,warps,stages (flash-attn): compile it alone")
-    parser.add_argument("--exhaustive", action="store_true", help="every option and dtype: minutes")
+    parser.add_argument(
+        "--tile", help="m,n,k,warps,stages (linear) or rows,warps,stages (flash-attn): compile it alone"
+    )
+    parser.add_argument("--exhaustive", action="store_true", help="every option of the calls: minutes")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of lines")
     asked = parser.parse_args(arguments)
     tile = [int(part) for part in asked.tile.split(",")] if asked.tile else None
