@@ -48,7 +48,9 @@ def left_padded(batch, length):
 
 
 @pytest.mark.gpu
-def test_generate_at_three_batch_sizes_compiles_few_kernels():
+@pytest.mark.parametrize("engine", ["auto", "triton"])
+def test_generate_at_three_batch_sizes_compiles_few_kernels(engine, monkeypatch):
+    monkeypatch.setenv("HF_BATCHINV_ENGINE", engine)
     model = hf_batchinv.convert(llama().cuda())
     # The self-checks of a GPU that was not tested compile every tile, once in the life of an installation.
     run(model, 1, 8)
@@ -60,7 +62,8 @@ def test_generate_at_three_batch_sizes_compiles_few_kernels():
     with count_compilations() as again:
         for batch, length in ((1, 201), (3, 77), (29, 99)):  # near sizes are served by the kernels at hand
             run(model, batch, length)
-    assert not again, Counter(again)
+    # Where cuBLASLt may serve, a new configuration of it is compared with one tile of ours, which that may compile.
+    assert len(again) <= (engine == "auto"), Counter(again)
 
 
 def run(model, batch, length):
