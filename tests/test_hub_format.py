@@ -22,6 +22,12 @@ kernels = pytest.importorskip("kernels", reason="the Hub format is checked with 
 ROOT = Path(__file__).resolve().parents[1]
 ORG = "hf-batchinv"
 PACKAGES = {name: hub.package_name(name) for name in hub.FAMILIES}
+# Files that only a GPU call imports, so that nothing else here would miss them.
+LATE_FILES = {
+    "batch-invariant-linear": ("_cublaslt.py", "_launch.py", "_verdicts.py", "selfcheck.py", "tiles.py"),
+    "batch-invariant-flash-attn": ("_blocks.py", "_hopper_kernel.py", "_verdicts.py", "selfcheck.py", "tiles.py"),
+    "batch-invariant-norm": ("_launch.py",),
+}
 
 spec = importlib.util.spec_from_file_location("hub_kernels_build", ROOT / "hub_kernels" / "build.py")
 builder = importlib.util.module_from_spec(spec)
@@ -117,6 +123,15 @@ def test_build_has_one_variant_per_backend_with_an_id_of_its_own(package, built)
     for variant, build_id in zip(variants, ids, strict=True):
         assert f'_NAMESPACE = "{build_id}"' in (variant / "_ops.py").read_text()
         assert not list(variant.rglob("tests"))
+
+
+@pytest.mark.parametrize("package", PACKAGES.values())
+def test_every_variant_has_every_source_file(package, built):
+    source = ROOT / "hub_kernels" / package / "torch-ext" / package.replace("-", "_")
+    files = {path.relative_to(source) for path in source.rglob("*.py") if path.name != "_ops.py"}
+    assert {Path(name) for name in LATE_FILES[package]} <= files
+    for variant in (built / package / "build").glob("torch-*"):
+        assert files <= {path.relative_to(variant) for path in variant.rglob("*.py")}, variant.name
 
 
 @pytest.mark.parametrize("package", PACKAGES.values())

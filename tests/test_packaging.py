@@ -67,6 +67,19 @@ def test_wheel_is_pure_and_has_every_source_file_of_the_kernel_packages(wheel):
         assert expected and expected <= names, sorted(expected - names)
 
 
+def test_wheel_has_the_files_that_are_imported_late(wheel):
+    """By name, since nothing that runs without a GPU would miss them."""
+    late = {
+        "batch_invariant_linear": ("_cublaslt", "_launch", "_verdicts", "selfcheck", "tiles"),
+        "batch_invariant_flash_attn": ("_blocks", "_hopper_kernel", "_launch", "_verdicts", "selfcheck", "tiles"),
+        "batch_invariant_norm": ("_launch",),
+    }
+    assert set(late) == set(MODULES)
+    expected = {f"hf_batchinv/_kernels/{module}/{name}.py" for module, names in late.items() for name in names}
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert expected <= names, sorted(expected - names)
+
+
 def test_wheel_has_every_module_of_the_package(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_batchinv").rglob("*.py")}

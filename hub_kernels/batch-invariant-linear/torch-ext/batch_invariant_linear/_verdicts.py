@@ -15,9 +15,14 @@ def cache_path() -> Path:
 
 def _read() -> dict:
     try:
-        return json.loads(cache_path().read_text())
-    except (FileNotFoundError, json.JSONDecodeError):  # none yet, or written by something else: check again
+        found = json.loads(cache_path().read_text())
+    except (OSError, RuntimeError, ValueError):  # none yet, no home, or written by something else: check again
         return {}
+    return {key: verdict for key, verdict in found.items() if _is_verdict(verdict)} if isinstance(found, dict) else {}
+
+
+def _is_verdict(value: object) -> bool:
+    return isinstance(value, dict) and type(value.get("passed")) is bool and isinstance(value.get("detail"), str)
 
 
 @functools.cache
@@ -35,13 +40,16 @@ def get(key: str) -> bool | None:
 def put(key: str, passed: bool, detail: str) -> None:
     """Remember a verdict here and on disk, beside those that other processes have written meanwhile."""
     _known()[key] = {"passed": passed, "detail": detail}
-    path = cache_path()
     try:
+        path = cache_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump({**_read(), key: _known()[key]}, file, indent=1)
         os.replace(file.name, path)
-    except OSError:  # a read-only home: the verdict holds for this process and is found again by the next
+    except (
+        OSError,
+        RuntimeError,
+    ):  # a read-only home, or none: the next process checks again
         return
 
 
