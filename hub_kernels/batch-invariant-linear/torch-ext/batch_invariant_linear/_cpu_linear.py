@@ -15,7 +15,9 @@ from ._cpu_plan import Call, Plan, allows, certify, plan_for, trial_operands
 from ._cpu_weights import derived
 from ._dispatch import plain_torch
 
-# Heights to try, in rungs (see Plan). oneDNN holds small heights; which ones the stock GEMM holds varies by machine.
+# Heights to try, in rungs (see Plan). MKL's packed GEMM holds all but 1, oneDNN small ones; which ones the stock GEMM
+# holds varies by machine.
+_MKL = ((2, 4, 8, 16, 32), (64, 128), (192, 256), (512,))
 _PACKED_FLOAT32 = ((1, 2, 4, 8, 16, 32), (64, 128), (256,))
 _PACKED_BFLOAT16 = ((1, 2, 4, 8, 16, 32), (64, 128), (512,))
 _TILED = ((2, 4, 8, 12, 16, 32, 48), (64, 96, 128), (192, 256))
@@ -26,6 +28,13 @@ _LEAST = 8
 # oneDNN sums float32 in one chain per element, the stock GEMM in one per block of K. Chains of at most this length,
 # added in ascending order, are as accurate as stock.
 _CHAIN = 288
+
+# MKL packs for an expected number of rows. It changes the speed only; this one is good for all of them.
+_MKL_ROWS = 256
+
+# MKL sums K in as many chains of at most 384 terms as it needs. The stock GEMM takes one chain more where that makes
+# three; there, two halves of K are as accurate as stock.
+_MKL_HALVED = range(2 * 384 + 1, 3 * 384 + 1)
 
 # oneDNN's bfloat16 kernels take K in pairs and blocks; a ragged K goes through float32.
 _BFLOAT16_K_MULTIPLE = 32
@@ -88,6 +97,41 @@ def _packed_chains(weight: torch.Tensor) -> Call:
     return call
 
 
+def _mkl_packed(weight: torch.Tensor) -> Call:
+    """The float32 product with a weight (N, K), any strides, packed by MKL, for two rows or more."""
+    n, k = weight.shape
+    k = max(k, _LEAST)
+    weight = _padded(weight.float(), max(n, _LEAST), k)
+    middle = [k // 2 // 16 * 16] if k in _MKL_HALVED else []
+    pieces = []
+    for start, end in zip([0, *middle], [*middle, k], strict=True):
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight[:, start:end].contiguous(), _MKL_ROWS)
+        # Where the packed weight cannot serve, the op takes the original one; this one would show in every result.
+        original = torch.full((), float("nan")).expand(weight.shape[0], end - start)
+        pieces.append((start, end, packed, original))
+    product = torch.ops.mkl._mkl_linear.default
+    if len(pieces) == 1:
+        return lambda tile: product(tile, packed, original, None, tile.shape[0])
+
+    def call(tile: torch.Tensor) -> torch.Tensor:
+        first, second = (product(tile[:, a:b].contiguous(), p, o, None, tile.shape[0]) for a, b, p, o in pieces)
+        return first.add_(second)
+
+    return call
+
+
+@functools.cache
+def _has_mkl() -> bool:
+    """Whether this build of torch and this CPU can pack a weight for MKL."""
+    if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight"):
+        return False
+    ones = torch.ones(16, 16)
+    try:
+        return torch.equal(_mkl_packed(ones)(ones[:3]), ones[:3] * 16)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
 @functools.cache
 def _has_packed() -> bool:
     """Whether this build of torch and this CPU can pack a weight."""
@@ -143,6 +187,10 @@ def _bfloat16(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
 def _plan(k: int, n: int, dtype: torch.dtype) -> Plan:
     """The plan for products in float32 or float64."""
 
+    def mkl_trial():
+        x, weight = trial_operands(k, n, dtype)
+        return _mkl_packed(weight), x
+
     def packed_trial():
         x, weight = trial_operands(k, n, dtype)
         return _packed_chains(weight), x
@@ -153,7 +201,9 @@ def _plan(k: int, n: int, dtype: torch.dtype) -> Plan:
 
     def make():
         plan = None
-        if dtype == torch.float32 and allows("packed") and _has_packed():
+        if dtype == torch.float32 and allows("mkl") and _has_mkl():
+            plan = certify("mkl", _MKL, mkl_trial)
+        if plan is None and dtype == torch.float32 and allows("packed") and _has_packed():
             plan = certify("packed", _PACKED_FLOAT32, packed_trial)
         if plan is None and allows("tiled"):
             plan = certify("tiled", _TILED, tiled_trial)
@@ -183,7 +233,9 @@ def _float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if plan.engine == "exact":
         parts = derived(weight, "split", lambda w: _cpu_exact.split(w.float()))
         return _cpu_exact.matmul(x.float(), weight.float(), parts)
-    if plan.engine == "packed":
+    if plan.engine == "mkl":
+        call = derived(weight, "mkl float32", _mkl_packed)
+    elif plan.engine == "packed":
         call = derived(weight, "packed float32", _packed_chains)
     else:
         ready = _tiled_weight(weight, dtype)
@@ -204,7 +256,9 @@ def _in_tiles(plan: Plan, call: Call, x: torch.Tensor) -> torch.Tensor:
     for start, height in plan.tiles(rows):
         end = min(start + height, rows)
         tile = x[start:end]
-        if end - start < height:
+        if height == 2 and end - start == 1:
+            tile = torch.cat([tile, tile])  # cheaper than padding; neighbours do not matter
+        elif end - start < height:
             tile = F.pad(tile, (0, 0, 0, height - (end - start)))
         parts.append(call(tile)[: end - start])
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -24,7 +24,7 @@ class _Derived:
 
         self.owner = weakref.ref(owner, forget)
         self.state: tuple = ()
-        self.probe = self.values = torch.empty(0)
+        self.bits = self.probe = self.values = torch.empty(0)
         self.copies: dict[tuple, Any] = {}
 
     def refresh(self, owner: torch.Tensor) -> None:
@@ -38,8 +38,9 @@ class _Derived:
         if state != self.state:
             self.state, self.copies = state, {}
             self.probe = _one_of_every_row_and_column(owner.shape)
-            self.values = _bits_at(owner, self.probe)
-        elif not torch.equal(values := _bits_at(owner, self.probe), self.values):
+            self.bits = _bits_of(owner)
+            self.values = self.bits.take(self.probe)
+        elif not torch.equal(values := self.bits.take(self.probe), self.values):
             self.values, self.copies = values, {}
 
 
@@ -52,10 +53,9 @@ def _one_of_every_row_and_column(shape: torch.Size) -> torch.Tensor:
     return flat
 
 
-def _bits_at(owner: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        values = owner.detach().take(flat)
-    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+def _bits_of(owner: torch.Tensor) -> torch.Tensor:
+    """The memory of the owner as integers, in which NaN equals NaN."""
+    return owner.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[owner.element_size()])
 
 
 def derived(weight: torch.Tensor, kind: str, make: Callable[[torch.Tensor], Any]) -> Any:
