@@ -36,7 +36,7 @@ _LEAST_MAXIMUM = -3e38
 _HUGE = 1e38
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """The arguments of one call and what follows from them for each row of the batch, in keys from its origin."""
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _TILE = 256  # queries per call where a mask in memory hides keys: speed only
 _PACKED_ROWS = 32  # most rows of a tile that holds several heads: speed only
 _MOST_CACHED = 1 << 20  # elements of a mask that is kept for the next layer
+_MOST_FRESH = 1 << 18  # bytes of keys that go to new memory, which takes fewer operators than memory that is kept
 
 # bfloat16 GEMMs take terms in blocks of 32; a ragged head_dim is filled up with zeros.
 _BFLOAT16_DIM_MULTIPLE = 32
@@ -51,11 +52,30 @@ def run(call: Call, plan: Plan) -> torch.Tensor:
     if missing := _filled_dim(dim, call.query.dtype) - dim:
         query, key, value = (F.pad(tensor, (0, missing)) for tensor in (call.query, call.key, call.value))
         return run(replace(call, query=query, key=key, value=value), plan)[..., :dim].contiguous()
+    if call.query.shape[2] == 1 and call.mask is None and call.key_mask is None and call.left is None:
+        if len(set(call.ends)) == 1 and len(set(call.origins)) == 1 and call.begins[0] == 0 < call.ends[0]:
+            return _decode(call, plan)
     if call.right is not None and call.mask is None:
         early = [max(0, -offset - call.right) for offset in call.offsets]
         if any(early):
             return _run_without_early_queries(call, plan, early)
     return _run(call, plan)
+
+
+def _decode(call: Call, plan: Plan) -> torch.Tensor:
+    """What `_run` does, for the most frequent call, in few steps: one query, which sees all keys, in every row."""
+    batch, heads, _, dim = call.query.shape
+    group, end = call.group, call.ends[0]
+    length, count = plan.length(group), plan.padded(end)
+    if length < group:
+        return _run(call, plan)
+    keys, values = (_lay_out(call, plan, source, 0, count) for source in (call.key, call.value))
+    query = call.query.reshape(batch, -1, group, dim)
+    if length > group:
+        query = torch.constant_pad_nd(query, (0, 0, 0, length - group))
+    mask = None if count == end else _edge_mask(((0, 0, end),), None, None, 0, 1, 0, count).expand(-1, -1, length, -1)
+    out, _ = flash(query, keys, values, 0.0, False, attn_mask=mask, scale=call.scale)
+    return out[:, :, :group].reshape(batch, 1, heads, dim)
 
 
 def _run_without_early_queries(call: Call, plan: Plan, early: list[int]) -> torch.Tensor:
@@ -138,11 +158,15 @@ def _span(call: Call, edges: Edges, first: int, last: int) -> tuple[int, int]:
 
 def _lay_out(call: Call, plan: Plan, source: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """Keys start ... of each row, (B, Hkv, count, D): in place if they lie there, zeros where a row has no key."""
-    limits = [end + origin for end, origin in zip(call.ends, call.origins, strict=True)]
+    limits = call.limits(slice(None))
     first = call.origins[0] + start
     in_place = plan.views and call.key_mask is None and source.stride(-1) == 1 and len(set(call.origins)) == 1
-    if in_place and first >= 0 and first + count <= min(limits):
-        return source[:, :, first : first + count]
+    if in_place and first >= 0:
+        limit = min(limits)
+        if first + count <= limit:
+            return source[:, :, first : first + count]
+        if len(set(limits)) == 1 and count * source[:, :, :1].nbytes <= _MOST_FRESH:
+            return torch.constant_pad_nd(source[:, :, first:limit], (0, 0, 0, first + count - limit))
     name = "keys" if source is call.key else "values"
     found = gather(source, 2, start, count, call.origins, limits, name, source.dtype)
     if call.key_mask is not None:
@@ -152,7 +176,7 @@ def _lay_out(call: Call, plan: Plan, source: torch.Tensor, start: int, count: in
 
 def _present(call: Call, start: int, count: int) -> torch.Tensor:
     """key_mask from the origin on, (B, count): 1.0 or 0.0."""
-    limits = [end + origin for end, origin in zip(call.ends, call.origins, strict=True)]
+    limits = call.limits(slice(None))
     return gather(call.key_mask, 1, start, count, call.origins, limits)
 
 
