@@ -48,7 +48,9 @@ def test_chunks_padding_mates_and_caches_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-def test_forms_of_one_mask_give_the_same_bits(kernel, module, flash_plan, make_sequence, heads, assert_same_bits, dtype):
+def test_forms_of_one_mask_give_the_same_bits(
+    kernel, module, flash_plan, make_sequence, heads, assert_same_bits, dtype
+):
     flash_plan(64, dtype)
     length, left = 600, 50
     sequence = make_sequence(length, heads(dtype=dtype))

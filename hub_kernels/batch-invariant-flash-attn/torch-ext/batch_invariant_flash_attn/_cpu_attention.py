@@ -1,8 +1,9 @@
 """Attention on the CPU: PyTorch's flash kernel in certified calls (`_cpu_flash`), and what it does not do in blocks.
 
 Softcap, sinks and values of another head_dim, and machines without a certificate, take blocks of 64 keys from each
-row's origin, added in ascending order. Which of the two it is depends on the model only. A tile of query rows is scored against all blocks that any of them sees. Then come each row's maximum over all its keys
-(a maximum has no rounding, so no order either), the weights exp(score - maximum), and for block after block
+row's origin, added in ascending order. Which of the two it is depends on the model only. A tile of query rows is scored
+against all blocks that any of them sees. Then come each row's maximum over all its keys (a maximum has no rounding, so
+no order either), the weights exp(score - maximum), and for block after block
 
     total += weights @ values        lanes[0..63] += weights
 

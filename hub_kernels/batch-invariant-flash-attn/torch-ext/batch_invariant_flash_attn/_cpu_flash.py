@@ -201,7 +201,7 @@ def _mask(call: Call, edges: Edges, first: int, last: int, start: int, count: in
 def _edge_mask(
     edges: Edges, left: int | None, right: int | None, first: int, last: int, start: int, count: int
 ) -> torch.Tensor | None:
-    """Causality, window and length: (rows, 1, queries | 1, keys), 0 or -inf. Every layer of a model asks for the same."""
+    """Causality, window and length: (rows, 1, queries | 1, keys), 0 or -inf. All layers of a model ask for the same."""
     offset, begin, end = torch.tensor(edges).t()[..., None, None]  # each (rows, 1, 1)
     at = torch.arange(start, start + count)
     position = offset + torch.arange(first, last)[:, None]

@@ -92,7 +92,8 @@ class Plan:
 
 def plan_for(head_dim: int, dtype: torch.dtype) -> Plan | None:
     """The plan of one head shape in the present environment, or None if the kernel is not to be used."""
-    key = (head_dim, dtype, torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled)
+    environment = (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch._C._get_mkldnn_enabled())
+    key = (head_dim, dtype, *environment)
     if key not in _plans:
         with _lock:
             if key not in _plans:

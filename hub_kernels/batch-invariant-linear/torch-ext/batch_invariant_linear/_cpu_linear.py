@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from . import _cpu_exact
-from ._cpu_plan import Call, Plan, allows, certify, plan_for, trial_operands
+from ._cpu_plan import Call, Plan, allows, certify, environment, plan_for, trial_operands
 from ._cpu_weights import derived
 from ._dispatch import plain_torch
 
@@ -40,20 +40,27 @@ _MKL_HALVED = range(2 * 384 + 1, 3 * 384 + 1)
 _BFLOAT16_K_MULTIPLE = 32
 
 
+Ready = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x (M, K), bias) -> (M, N) in x's dtype
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x (M, K), weight (N, K), bias (N,) or None, one dtype, any strides -> (M, N), new and contiguous."""
     with plain_torch():
         if x.shape[0] == 0:
             return x.new_empty(0, weight.shape[0])
-        n, k = weight.shape
-        if x.dtype == torch.bfloat16 and k % _BFLOAT16_K_MULTIPLE == 0:
-            plan = _bfloat16_plan(k, max(n, _LEAST), bias is not None)
-            if plan is not None:
-                return _bfloat16(plan, x, weight, bias)
-        y = _float32(x, weight)
-        if bias is not None:
-            y += bias.float()
-        return y.to(x.dtype)
+        has_bias = bias is not None
+        ready = derived(weight, ("linear", has_bias, environment()), lambda w: _make_ready(w, has_bias))
+        return ready(x, bias)
+
+
+def _make_ready(weight: torch.Tensor, has_bias: bool) -> Ready:
+    """The product with one weight in the present environment: planned, packed, and free of questions."""
+    n, k = weight.shape
+    if weight.dtype == torch.bfloat16 and k % _BFLOAT16_K_MULTIPLE == 0:
+        plan = _bfloat16_plan(k, max(n, _LEAST), has_bias)
+        if plan is not None:
+            return _bfloat16(plan, weight)
+    return _float32(weight)
 
 
 def _padded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -169,19 +176,20 @@ def _bfloat16_plan(k: int, n: int, has_bias: bool) -> Plan | None:
     return plan if plan.engine == "packed" else None
 
 
-def _packed_bfloat16(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    return _packed(weight, torch.bfloat16)
-
-
-def _bfloat16(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _bfloat16(plan: Plan, weight: torch.Tensor) -> Ready:
     n = weight.shape[0]
-    product = derived(weight, "packed bfloat16", _packed_bfloat16)
-    if bias is not None:
-        bias = bias.contiguous()
-        if n < _LEAST:
-            bias = F.pad(bias, (0, _LEAST - n))
-    y = _in_tiles(plan, lambda tile: product(tile, bias), x.contiguous())
-    return y if y.shape[1] == n else y[:, :n].contiguous()
+    product = _packed(weight, torch.bfloat16)
+
+    def ready(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if bias is None:
+            call = product
+        else:
+            bias = bias.contiguous() if n >= _LEAST else F.pad(bias, (0, _LEAST - n))
+            call = lambda tile: product(tile, bias)  # noqa: E731
+        y = _in_tiles(plan, call, x.contiguous())
+        return y if n >= _LEAST else y[:, :n].contiguous()
+
+    return ready
 
 
 def _plan(k: int, n: int, dtype: torch.dtype) -> Plan:
@@ -220,31 +228,38 @@ def _aligned(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _tiled_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     ready = weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 64 == 0
-    if ready and min(weight.shape) >= _LEAST:
-        return weight
-    return derived(weight, f"tiled {dtype}", lambda w: _aligned(w, dtype))
+    return weight if ready and min(weight.shape) >= _LEAST else _aligned(weight, dtype)
 
 
-def _float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (M, K) @ weight (N, K).T from operands of any supported dtype, rounded to float32."""
+def _float32(weight: torch.Tensor) -> Ready:
+    """The product with a weight (N, K) of any supported dtype in float32, rounded once."""
     n, k = weight.shape
     dtype = torch.float64 if n < _LEAST else torch.float32
     plan = _plan(max(k, _LEAST), max(n, _LEAST), dtype)
     if plan.engine == "exact":
-        parts = derived(weight, "split", lambda w: _cpu_exact.split(w.float()))
-        return _cpu_exact.matmul(x.float(), weight.float(), parts)
-    if plan.engine == "mkl":
-        call = derived(weight, "mkl float32", _mkl_packed)
+        parts = _cpu_exact.split(weight.float())
+    elif plan.engine == "mkl":
+        call = _mkl_packed(weight)
     elif plan.engine == "packed":
-        call = derived(weight, "packed float32", _packed_chains)
+        call = _packed_chains(weight)
     else:
-        ready = _tiled_weight(weight, dtype)
-        call = lambda tile: F.linear(tile, ready)  # noqa: E731
-    x = x.to(dtype).contiguous()
-    if k < _LEAST:
-        x = F.pad(x, (0, _LEAST - k))
-    y = _in_tiles(plan, call, x)
-    return y if y.shape[1] == n else y[:, :n].float()
+        copy = _tiled_weight(weight, dtype)
+        call = lambda tile: F.linear(tile, copy)  # noqa: E731
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if plan.engine == "exact":
+            return _cpu_exact.matmul(x.float(), weight.float(), parts)
+        x = x.to(dtype).contiguous()
+        y = _in_tiles(plan, call, x if k >= _LEAST else F.pad(x, (0, _LEAST - k)))
+        return y if n >= _LEAST else y[:, :n].float()
+
+    def ready(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = product(x)
+        if bias is not None:
+            y += bias.float()
+        return y.to(x.dtype)
+
+    return ready
 
 
 def _in_tiles(plan: Plan, call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -252,13 +267,13 @@ def _in_tiles(plan: Plan, call: Call, x: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
     if rows in plan.heights:
         return call(x)
+    if rows == 1 and plan.heights[0] == 2:
+        return call(torch.cat([x, x]))[:1]  # cheaper than padding; neighbours do not matter
     parts = []
     for start, height in plan.tiles(rows):
         end = min(start + height, rows)
         tile = x[start:end]
-        if height == 2 and end - start == 1:
-            tile = torch.cat([tile, tile])  # cheaper than padding; neighbours do not matter
-        elif end - start < height:
+        if end - start < height:
             tile = F.pad(tile, (0, 0, 0, height - (end - start)))
         parts.append(call(tile)[: end - start])
     return parts[0] if len(parts) == 1 else torch.cat(parts)

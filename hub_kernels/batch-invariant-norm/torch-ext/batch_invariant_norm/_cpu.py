@@ -1,9 +1,10 @@
 """The CPU path: torch operators only, chosen so that no element's bits depend on where it stands.
 
-Layer norm, softmax and the sum of squares are PyTorch's row kernels where a trial has shown that they hold (`_cpu_rows`).
-Elsewhere, and for plain sums, the sums halve the row by plain additions and end in a running sum, which goes from left to right by definition. All other
-steps are operators that IEEE 754 rounds correctly (so a vector loop and its scalar tail agree) or exp, whose two forms
-were seen to agree; rsqrt, sigmoid and silu were seen not to. Rows are handled in blocks that fit the cache.
+Layer norm, softmax and the sum of squares are PyTorch's row kernels where a trial has shown that they hold
+(`_cpu_rows`). Elsewhere, and for plain sums, the sums halve the row by plain additions and end in a running sum, which
+goes from left to right by definition. All other steps are operators that IEEE 754 rounds correctly (so a vector loop
+and its scalar tail agree) or exp, whose two forms were seen to agree; rsqrt, sigmoid and silu were seen not to. Rows
+are handled in blocks that fit the cache.
 """
 
 import torch
