@@ -65,7 +65,7 @@ def _fill(out: torch.Tensor, source: torch.Tensor, dim: int, start: int, begin: 
 
 
 def clear_hidden_keys(keys: torch.Tensor, present: torch.Tensor) -> None:
-    """Zero the keys (rows, heads, n, D) that are not `present` (rows, n): 1.0 or 0.0. They may hold NaN."""
+    """Zero the keys (rows, heads, n, D) that are not `present` (rows, n). They may hold NaN."""
     for row, flags in enumerate(present):
         hidden = (flags == 0).nonzero().flatten()
         if len(hidden):

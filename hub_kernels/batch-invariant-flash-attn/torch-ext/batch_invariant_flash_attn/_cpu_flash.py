@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _TILE = 256  # queries per call where a mask in memory hides keys: speed only
 _PACKED_ROWS = 32  # most rows of a tile that holds several heads: speed only
 _MOST_CACHED = 1 << 20  # elements of a mask that is kept for the next layer
+_MOST_INDEXED = 1 << 18  # keys of all rows and heads that are collected by an index, which is kept like a mask
 _MOST_FRESH = 1 << 18  # bytes of keys that go to new memory, which takes fewer operators than memory that is kept
 
 # bfloat16 GEMMs take terms in blocks of 32; a ragged head_dim is filled up with zeros.
@@ -52,8 +53,12 @@ def run(call: Call, plan: Plan) -> torch.Tensor:
     if missing := _filled_dim(dim, call.query.dtype) - dim:
         query, key, value = (F.pad(tensor, (0, missing)) for tensor in (call.query, call.key, call.value))
         return run(replace(call, query=query, key=key, value=value), plan)[..., :dim].contiguous()
+    if call.key_mask is not None and max(call.ends) > 0:
+        at, there = _positions(tuple(call.origins), tuple(call.limits(slice(None))), 0, max(call.ends))
+        if torch.equal(call.key_mask.gather(1, at) & there, there):  # it hides what the origin hides already
+            call = replace(call, key_mask=None)
     if call.query.shape[2] == 1 and call.mask is None and call.key_mask is None and call.left is None:
-        if len(set(call.ends)) == 1 and len(set(call.origins)) == 1 and call.begins[0] == 0 < call.ends[0]:
+        if not any(call.begins) and max(call.ends) > 0:
             return _decode(call, plan)
     if call.right is not None and call.mask is None:
         early = [max(0, -offset - call.right) for offset in call.offsets]
@@ -63,17 +68,20 @@ def run(call: Call, plan: Plan) -> torch.Tensor:
 
 
 def _decode(call: Call, plan: Plan) -> torch.Tensor:
-    """What `_run` does, for the most frequent call, in few steps: one query, which sees all keys, in every row."""
+    """What `_run` does, for the most frequent call, in few steps: one query a row, which sees all keys."""
     batch, heads, _, dim = call.query.shape
-    group, end = call.group, call.ends[0]
-    length, count = plan.length(group), plan.padded(end)
+    group = call.group
+    length, count = plan.length(group), plan.padded(max(call.ends))
     if length < group:
         return _run(call, plan)
-    keys, values = (_lay_out(call, plan, source, 0, count) for source in (call.key, call.value))
+    keys, values = _lay_out(call, plan, 0, count)
     query = call.query.reshape(batch, -1, group, dim)
     if length > group:
         query = torch.constant_pad_nd(query, (0, 0, 0, length - group))
-    mask = None if count == end else _edge_mask(((0, 0, end),), None, None, 0, 1, 0, count).expand(-1, -1, length, -1)
+    edges = tuple((0, 0, end) for end in call.ends)
+    mask = _edge_mask(edges[:1] if len(set(edges)) == 1 else edges, None, None, 0, 1, 0, count)
+    if mask is not None:
+        mask = mask.expand(-1, -1, length, -1)
     out, _ = flash(query, keys, values, 0.0, False, attn_mask=mask, scale=call.scale)
     return out[:, :, :group].reshape(batch, 1, heads, dim)
 
@@ -107,7 +115,7 @@ def _run(call: Call, plan: Plan) -> torch.Tensor:
     if start >= end:
         return call.query.new_zeros(batch, q_len, heads, dim)
     kept = plan.padded(end - start)
-    keys, values = (_lay_out(call, plan, source, start, kept) for source in (call.key, call.value))
+    keys, values = _lay_out(call, plan, start, kept)
     out = None
     for first in range(0, q_len, most):
         last = min(first + most, q_len)
@@ -156,28 +164,59 @@ def _span(call: Call, edges: Edges, first: int, last: int) -> tuple[int, int]:
     return (min(lows) // STEP * STEP, max(highs)) if lows else (0, 0)
 
 
-def _lay_out(call: Call, plan: Plan, source: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Keys start ... of each row, (B, Hkv, count, D): in place if they lie there, zeros where a row has no key."""
-    limits = call.limits(slice(None))
-    first = call.origins[0] + start
-    in_place = plan.views and call.key_mask is None and source.stride(-1) == 1 and len(set(call.origins)) == 1
-    if in_place and first >= 0:
-        limit = min(limits)
-        if first + count <= limit:
-            return source[:, :, first : first + count]
-        if len(set(limits)) == 1 and count * source[:, :, :1].nbytes <= _MOST_FRESH:
-            return torch.constant_pad_nd(source[:, :, first:limit], (0, 0, 0, first + count - limit))
-    name = "keys" if source is call.key else "values"
-    found = gather(source, 2, start, count, call.origins, limits, name, source.dtype)
+def _lay_out(call: Call, plan: Plan, start: int, count: int) -> list[torch.Tensor]:
+    """Keys and values start ... of each row, (B, Hkv, count, D): in place if they lie there, zeros where none is."""
+    origins, limits = call.origins, call.limits(slice(None))
+    batch, heads, kv_len, dim = call.key.shape
+    sources, first = (call.key, call.value), origins[0] + start
+    if call.key_mask is None and len(set(origins)) == 1 and first >= 0:
+        end = min(limits)
+        if first + count <= end and plan.views and call.key.stride(-1) == call.value.stride(-1) == 1:
+            return [source[:, :, first : first + count] for source in sources]
+        if len(set(limits)) == 1 and count * call.key[:, :, :1].nbytes <= _MOST_FRESH:
+            rest = (0, 0, 0, first + count - min(end, first + count))
+            return [torch.constant_pad_nd(source[:, :, first : min(end, first + count)], rest) for source in sources]
+    if batch * heads * count <= _MOST_INDEXED and call.key.is_contiguous() and call.value.is_contiguous():
+        index, missing = _flat_index(tuple(origins), tuple(limits), start, count, heads, kv_len)
+        if call.key_mask is not None:
+            missing = (~_present(call, start, count))[:, None].expand(-1, heads, -1).flatten().nonzero().flatten()
+        found = [source.view(-1, dim).index_select(0, index) for source in sources]
+        return [each.index_fill_(0, missing, 0.0).view(batch, heads, count, dim) for each in found]
+    found = [
+        gather(source, 2, start, count, origins, limits, name, source.dtype)
+        for name, source in zip(("keys", "values"), sources, strict=True)
+    ]
     if call.key_mask is not None:
-        clear_hidden_keys(found, _present(call, start, count))
+        for each in found:
+            clear_hidden_keys(each, _present(call, start, count))
     return found
 
 
+@functools.lru_cache(maxsize=16)
+def _positions(
+    origins: tuple[int, ...], limits: tuple[int, ...], start: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where keys start ... of each row lie, (B, count), and whether there is one, bool; 0 where there is none."""
+    at = torch.tensor(origins)[:, None] + torch.arange(start, start + count)
+    there = (at >= 0) & (at < torch.tensor(limits)[:, None])
+    return at * there, there
+
+
+@functools.lru_cache(maxsize=16)
+def _flat_index(
+    origins: tuple[int, ...], limits: tuple[int, ...], start: int, count: int, heads: int, kv_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_positions` in a flattened (B, heads, kv_len), for all heads, and which of these are not there."""
+    at, there = _positions(origins, limits, start, count)
+    lines = torch.arange(len(origins) * heads).view(-1, heads, 1) * kv_len
+    missing = (~there)[:, None].expand(-1, heads, -1).flatten().nonzero().flatten()
+    return (lines + at[:, None]).flatten(), missing
+
+
 def _present(call: Call, start: int, count: int) -> torch.Tensor:
-    """key_mask from the origin on, (B, count): 1.0 or 0.0."""
-    limits = call.limits(slice(None))
-    return gather(call.key_mask, 1, start, count, call.origins, limits)
+    """key_mask from the origin on, (B, count) bool."""
+    at, there = _positions(tuple(call.origins), tuple(call.limits(slice(None))), start, count)
+    return call.key_mask.gather(1, at) & there
 
 
 # --- masks ---
@@ -190,7 +229,7 @@ def _mask(call: Call, edges: Edges, first: int, last: int, start: int, count: in
     make = _edge_mask if size <= _MOST_CACHED else _edge_mask.__wrapped__
     mask = make(edges, call.left, call.right, first, last, start, count)
     if call.key_mask is not None:
-        hidden = _present(call, start, count)[:, None, None] == 0
+        hidden = ~_present(call, start, count)[:, None, None]
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf) + (0.0 if mask is None else mask)
     if call.mask is not None:
         mask = _given_mask(call, first, last, start, count) + (0.0 if mask is None else mask)
