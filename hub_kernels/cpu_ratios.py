@@ -2,6 +2,7 @@
 
     python hub_kernels/cpu_ratios.py OUT.json [OP ...]
 
+With OPs, the rows of the others stay in OUT.json as they are, if they come from the same machine and software.
 Ours and stock take turns, call by call, so that what else the machine does hits both; a time is the first quartile of
 the repeats after a warm-up, since other processes only ever add to it. Before anything is timed, the results of some
 rows alone must have the bits that they have in the batch; a case that fails is printed as such, without a time.
@@ -254,7 +255,7 @@ def main(out: str, chosen: list[str]) -> None:
     torch.manual_seed(0)
     env = {"cpu": cpu_name(), "isa": torch.backends.cpu.get_cpu_capability(), "threads": THREADS}
     env |= {"torch": torch.__version__, "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
-    rows = []
+    rows, before = [], json.loads(Path(out).read_text()) if Path(out).exists() else {"env": {}, "rows": []}
     with torch.no_grad():
         if "generate" in chosen:
             env["certification_s"] = round(certification_seconds(), 2)
@@ -272,7 +273,10 @@ def main(out: str, chosen: list[str]) -> None:
                     print(f"{head}{ours:>10.0f}{stock:>10.0f}{row['ratio']:>7.2f}{bound:>7}  {met}", flush=True)
                 else:
                     print(f"{head} bits differ between batches: not timed", flush=True)
-                rows.append(row)
+                rows.append(row | {"group": op})
+    if all(before["env"].get(name) == value for name, value in env.items() if name != "certification_s"):
+        env = before["env"] | env
+        rows += [row for row in before["rows"] if row["group"] not in chosen]
     Path(out).write_text(json.dumps({"env": env, "rows": rows}, indent=1) + "\n")
     bounded = [row for row in rows if row["bound"] is not None]
     met = sum(row["bits_ok"] and row["ratio"] <= row["bound"] for row in bounded)

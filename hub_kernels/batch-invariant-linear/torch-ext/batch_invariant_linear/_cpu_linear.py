@@ -121,7 +121,12 @@ def _mkl_packed(weight: torch.Tensor) -> Call:
         return lambda tile: product(tile, packed, original, None, tile.shape[0])
 
     def call(tile: torch.Tensor) -> torch.Tensor:
-        first, second = (product(tile[:, a:b].contiguous(), p, o, None, tile.shape[0]) for a, b, p, o in pieces)
+        rows = tile.shape[0]
+        if 2 * middle[0] == k:
+            tiles = tile.view(rows, 2, -1).transpose(0, 1).contiguous()
+        else:
+            tiles = tile[:, : middle[0]].contiguous(), tile[:, middle[0] :].contiguous()
+        first, second = (product(t, *pieces[i][2:], None, rows) for i, t in enumerate(tiles))
         return first.add_(second)
 
     return call
