@@ -4,8 +4,10 @@
 
 With OPs, the rows of the others stay in OUT.json as they are, if they come from the same machine and software.
 Ours and stock take turns, call by call, so that what else the machine does hits both; a time is the first quartile of
-the repeats after a warm-up, since other processes only ever add to it. Before anything is timed, the results of some
-rows alone must have the bits that they have in the batch; a case that fails is printed as such, without a time.
+the repeats after a warm-up, since other processes only ever add to it. On a machine that is shared, set
+OMP_WAIT_POLICY=passive: threads that spin while they wait lose whole time slices to others. Before anything is timed,
+the results of some rows alone must have the bits that they have in the batch; a case that fails is printed as such,
+without a time.
 """
 
 import datetime
@@ -254,6 +256,7 @@ def main(out: str, chosen: list[str]) -> None:
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     env = {"cpu": cpu_name(), "isa": torch.backends.cpu.get_cpu_capability(), "threads": THREADS}
+    env["omp_wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "default")
     env |= {"torch": torch.__version__, "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
     rows, before = [], json.loads(Path(out).read_text()) if Path(out).exists() else {"env": {}, "rows": []}
     with torch.no_grad():
@@ -274,7 +277,10 @@ def main(out: str, chosen: list[str]) -> None:
                 else:
                     print(f"{head} bits differ between batches: not timed", flush=True)
                 rows.append(row | {"group": op})
-    if all(before["env"].get(name) == value for name, value in env.items() if name != "certification_s"):
+    env["load"] = {op: round(os.getloadavg()[0], 1) for op in chosen}
+    once = ("certification_s", "load")
+    if all(before["env"].get(name) == value for name, value in env.items() if name not in once):
+        env["load"] = before["env"]["load"] | env["load"]
         env = before["env"] | env
         rows += [row for row in before["rows"] if row["group"] not in chosen]
     Path(out).write_text(json.dumps({"env": env, "rows": rows}, indent=1) + "\n")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from . import _cpu_products
 from ._cpu_blocks import clear_hidden_keys, gather
 from ._cpu_flash_plan import STEP, Plan, flash, plan_for
+from ._cpu_scratch import scratch
 from .contract import mask_floor
 
 if TYPE_CHECKING:
@@ -169,18 +170,22 @@ def _lay_out(call: Call, plan: Plan, start: int, count: int) -> list[torch.Tenso
     origins, limits = call.origins, call.limits(slice(None))
     batch, heads, kv_len, dim = call.key.shape
     sources, first = (call.key, call.value), origins[0] + start
+    alike = call.key_mask is None and len(set(origins)) == 1 and len(set(limits)) == 1
     if call.key_mask is None and len(set(origins)) == 1 and first >= 0:
         end = min(limits)
         if first + count <= end and plan.views and call.key.stride(-1) == call.value.stride(-1) == 1:
             return [source[:, :, first : first + count] for source in sources]
-        if len(set(limits)) == 1 and count * call.key[:, :, :1].nbytes <= _MOST_FRESH:
+        if alike and count * call.key[:, :, :1].nbytes <= _MOST_FRESH:
             rest = (0, 0, 0, first + count - min(end, first + count))
             return [torch.constant_pad_nd(source[:, :, first : min(end, first + count)], rest) for source in sources]
-    if batch * heads * count <= _MOST_INDEXED and call.key.is_contiguous() and call.value.is_contiguous():
+    in_memory = call.key.is_contiguous() and call.value.is_contiguous()
+    if not alike and in_memory and batch * heads * count <= _MOST_INDEXED:
         index, missing = _flat_index(tuple(origins), tuple(limits), start, count, heads, kv_len)
         if call.key_mask is not None:
             missing = (~_present(call, start, count))[:, None].expand(-1, heads, -1).flatten().nonzero().flatten()
-        found = [source.view(-1, dim).index_select(0, index) for source in sources]
+        found = [scratch(name, len(index), dim, dtype=call.key.dtype) for name in ("keys", "values")]
+        for each, source in zip(found, sources, strict=True):
+            torch.index_select(source.view(-1, dim), 0, index, out=each)
         return [each.index_fill_(0, missing, 0.0).view(batch, heads, count, dim) for each in found]
     found = [
         gather(source, 2, start, count, origins, limits, name, source.dtype)

@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-_MOST_BYTES = 32 << 20  # larger tensors are not kept
+_MOST_BYTES = 64 << 20  # larger tensors are not kept
 
 _local = threading.local()
 
