@@ -35,6 +35,7 @@ def test_the_ordered_engine_serves_where_nothing_is_certified(
     kernel, module, make_sequence, monkeypatch, assert_same_bits
 ):
     products = module("_cpu_products")
+    monkeypatch.setattr(module("_cpu_flash"), "plan_for", lambda *_: None)
     monkeypatch.setattr(products, "_plans", {})
     monkeypatch.setattr(products, "_heights_of_scores", lambda *_: ())
     sequence = make_sequence(70)

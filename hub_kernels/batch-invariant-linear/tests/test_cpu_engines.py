@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ENGINES = ["packed", "tiled", "exact"]
+ENGINES = ["mkl", "packed", "tiled", "exact"]
 
 
 def operands(rows, n, k, dtype, seed=0):

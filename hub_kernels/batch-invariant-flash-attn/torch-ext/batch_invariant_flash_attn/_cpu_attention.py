@@ -1,7 +1,9 @@
-"""Attention on the CPU: blocks of 64 keys from each row's origin, added in ascending order.
+"""Attention on the CPU: PyTorch's flash kernel in certified calls (`_cpu_flash`), and what it does not do in blocks.
 
-A tile of query rows is scored against all blocks that any of them sees. Then come each row's maximum over all its keys
-(a maximum has no rounding, so no order either), the weights exp(score - maximum), and for block after block
+Softcap, sinks and values of another head_dim, and machines without a certificate, take blocks of 64 keys from each
+row's origin, added in ascending order. Which of the two it is depends on the model only. A tile of query rows is scored
+against all blocks that any of them sees. Then come each row's maximum over all its keys (a maximum has no rounding, so
+no order either), the weights exp(score - maximum), and for block after block
 
     total += weights @ values        lanes[0..63] += weights
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import _cpu_products
+from . import _cpu_flash, _cpu_products
 from ._cpu_blocks import clear_hidden_keys, gather, view_of_blocks
 from ._cpu_exp import tanh_, weights_
 from ._cpu_products import BLOCK
@@ -35,8 +37,8 @@ _LEAST_MAXIMUM = -3e38
 _HUGE = 1e38
 
 
-@dataclass(frozen=True)
-class _Call:
+@dataclass(slots=True)
+class Call:
     """The arguments of one call and what follows from them for each row of the batch, in keys from its origin."""
 
     query: torch.Tensor  # (B, Hq, Q, D)
@@ -81,9 +83,8 @@ def attention(
     """query (B, Hq, Q, D), key (B, Hkv, KV, D), value (B, Hkv, KV, Dv) -> (B, Q, Hq, Dv), new and contiguous."""
     batch, heads, q_len, _ = query.shape
     kv_len = key.shape[2]
-    out = query.new_zeros(batch, q_len, heads, value.shape[-1])
-    if out.numel() == 0 or kv_len == 0:
-        return out
+    if 0 in (batch, heads, q_len, kv_len, value.shape[-1]):
+        return query.new_zeros(batch, q_len, heads, value.shape[-1])
     with plain_torch():
         origins = origin.tolist() if origin is not None else [0] * batch
         offsets = query_offset.tolist() if query_offset is not None else [kv_len - q_len] * batch
@@ -93,7 +94,7 @@ def attention(
         ends = [kv_len - start for start in origins]
         if right is not None:
             ends = [min(end, offset + q_len + right) for end, offset in zip(ends, offsets, strict=True)]
-        call = _Call(
+        call = Call(
             query,
             key,
             value,
@@ -109,6 +110,10 @@ def attention(
             [max(0, -start) for start in origins],
             ends,
         )
+        plan = _cpu_flash.plan_of(call)
+        if plan is not None:
+            return _cpu_flash.run(call, plan)
+        out = query.new_zeros(batch, q_len, heads, value.shape[-1])
         _run(call, out)
     return out
 
@@ -140,7 +145,7 @@ def attention_varlen(
     return out
 
 
-def _run(call: _Call, out: torch.Tensor) -> None:
+def _run(call: Call, out: torch.Tensor) -> None:
     """Cut the call into slabs (rows of the batch x KV heads) and these into tiles of queries."""
     batch, kv_heads, kv_len, head_dim = call.key.shape
     q_len, group = call.query.shape[2], call.group
@@ -161,7 +166,7 @@ def _run(call: _Call, out: torch.Tensor) -> None:
                 slab.tile(first, min(first + queries, q_len), height, out)
 
 
-def _run_part_of_each_group(call: _Call, out: torch.Tensor, most: int) -> None:
+def _run_part_of_each_group(call: Call, out: torch.Tensor, most: int) -> None:
     """More query heads per KV head than a tile has rows: take some of each group at a time."""
     kv_heads, group = call.key.shape[1], call.group
     for first in range(0, group, most):
@@ -188,7 +193,7 @@ def _tile_height(heights: Sequence[int], rows: int, kv_len: int) -> int:
 class _Slab:
     """Some rows of the batch x some KV heads: (row, KV head) pairs are the items of the products."""
 
-    def __init__(self, call: _Call, plan: _cpu_products.Plan, rows: slice, heads: slice):
+    def __init__(self, call: Call, plan: _cpu_products.Plan, rows: slice, heads: slice):
         self.call, self.plan, self.rows = call, plan, rows
         self.key, self.value = call.key[rows, heads], call.value[rows, heads]
         self.count, self.kv_heads = self.key.shape[:2]
@@ -318,7 +323,7 @@ class _Slab:
             mask = mask[:, :, first:last] if mask.shape[2] > 1 else mask
             boolean = mask.dtype == torch.bool
             floor = 0.0 if boolean else mask_floor(mask.dtype)
-            mask = gather(mask, 3, block, blocks, self.origins, self.limits)
+            mask = gather(mask, 3, block * BLOCK, blocks * BLOCK, self.origins, self.limits)
             mask = mask.unflatten(1, (self.kv_heads, call.group)) if mask.shape[1] > 1 else mask[:, :, None]
             if boolean:
                 hidden = hidden + (mask - 1)
@@ -328,7 +333,7 @@ class _Slab:
 
     def _present(self, block: int, blocks: int) -> torch.Tensor:
         """key_mask of some blocks, (rows, keys): 1.0 or 0.0."""
-        return gather(self.call.key_mask[self.rows], 1, block, blocks, self.origins, self.limits)
+        return gather(self.call.key_mask[self.rows], 1, block * BLOCK, blocks * BLOCK, self.origins, self.limits)
 
     def _sinks(self, height: int, queries: int) -> torch.Tensor | None:
         """The sink of each row of the tile, (items, height)."""
@@ -374,7 +379,7 @@ class _Slab:
             view = view_of_blocks(source, block, blocks, self.origins, self.limits)
             if view is not None:
                 return view
-        found = gather(source, 2, block, blocks, self.origins, self.limits, name)
+        found = gather(source, 2, block * BLOCK, blocks * BLOCK, self.origins, self.limits, name)
         if self.call.key_mask is not None:
             clear_hidden_keys(found, self._present(block, blocks))
         return found.flatten(0, 1)

@@ -11,24 +11,24 @@ from ._cpu_scratch import scratch
 def gather(
     source: torch.Tensor,
     dim: int,
-    first_block: int,
-    blocks: int,
+    first: int,
+    length: int,
     origins: Sequence[int],
     limits: Sequence[int],
     name: str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Blocks first_block ... of each row, as a float32 tensor with zeros where the row has no key.
+    """Keys first ... first + length - 1 of each row, in another dtype, with zeros where the row has no key.
 
     source (rows, ...) of any dtype with the keys along `dim`; origins, limits: per row, the index in `source` of key 0
-    of block 0 and the index behind the last key. With a name, the result is scratch memory.
+    and the index behind the last key. With a name, the result is scratch memory.
     """
-    length = blocks * BLOCK
     shape = list(source.shape)
     shape[dim] = length
-    out = torch.empty(shape, dtype=torch.float32) if name is None else scratch(name, *shape)
+    out = torch.empty(shape, dtype=dtype) if name is None else scratch(name, *shape, dtype=dtype)
     spans = []
     for origin, limit in zip(origins, limits, strict=True):
-        start = origin + first_block * BLOCK
+        start = origin + first
         begin = min(max(-start, 0), length)
         spans.append((start, begin, max(begin, min(length, limit - start))))
     if len(set(spans)) == 1:  # all rows at once
@@ -65,7 +65,7 @@ def _fill(out: torch.Tensor, source: torch.Tensor, dim: int, start: int, begin: 
 
 
 def clear_hidden_keys(keys: torch.Tensor, present: torch.Tensor) -> None:
-    """Zero the keys (rows, heads, n, D) that are not `present` (rows, n): 1.0 or 0.0. They may hold NaN."""
+    """Zero the keys (rows, heads, n, D) that are not `present` (rows, n). They may hold NaN."""
     for row, flags in enumerate(present):
         hidden = (flags == 0).nonzero().flatten()
         if len(hidden):

@@ -13,6 +13,8 @@ neighbours. Engines, best first:
     plain    torch.bmm, then an addition
     ordered  one term after the other in float64: slow, needs no certificate
 
+Before all of these comes "flash" (`_cpu_flash`), for what PyTorch's own kernel can do.
+
 The trial's exact products are all 0 (half of the terms cancel the other half), so each result is pure rounding noise
 and shows any change of order. A certificate holds for one shape and thread count, and lasts as long as the process.
 """
@@ -29,7 +31,7 @@ BLOCK = 64  # keys per block: the length of the sum in `values`
 HEIGHTS = (8, 16, 32, 64, 128, 192)
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 WIDTHS = (64, 128, 256, 512, 1024)
-ENGINES = ("fused", "plain", "ordered")
+ENGINES = ("flash", "fused", "plain", "ordered")
 
 # Terms of a score that are summed at a stretch. A GEMM adds them one by one, which over a long head loses more to
 # rounding than the stock decode kernel does.
@@ -66,6 +68,11 @@ def force_engine(name: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def allows(engine: str) -> bool:
+    """Whether an engine may be tried now."""
+    return _forced in (None, engine)
 
 
 def plan_for(head_dim: int, value_head_dim: int) -> Plan:
@@ -151,7 +158,7 @@ def _ordered_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _make_plan(head_dim: int, value_head_dim: int) -> Plan:
     for engine in ("fused", "plain"):
-        if _forced not in (None, engine):
+        if not allows(engine):
             continue
         for views in (True, False):
             heights = set(_heights_of_scores(engine, head_dim, views))

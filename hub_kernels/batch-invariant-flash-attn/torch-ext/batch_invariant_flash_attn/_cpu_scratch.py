@@ -9,19 +9,20 @@ import threading
 
 import torch
 
-_MOST_BYTES = 32 << 20  # larger tensors are not kept
+_MOST_BYTES = 64 << 20  # larger tensors are not kept
 
 _local = threading.local()
 
 
-def scratch(name: str, *shape: int) -> torch.Tensor:
-    """An uninitialised float32 tensor; the next call with the same name on this thread takes the memory back."""
+def scratch(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An uninitialised tensor; the next call with the same name and dtype on this thread takes the memory back."""
     size = math.prod(shape)
-    if size * 4 > _MOST_BYTES:
-        return torch.empty(shape)
+    if size * dtype.itemsize > _MOST_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    name = f"{name} {dtype}"
     kept = getattr(_local, name, None)
     if kept is None or kept.numel() < size:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
-            kept = torch.empty(size)
+            kept = torch.empty(size, dtype=dtype)
         setattr(_local, name, kept)
     return kept[:size].view(shape)

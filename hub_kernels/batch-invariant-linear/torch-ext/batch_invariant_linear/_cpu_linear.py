@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from . import _cpu_exact
-from ._cpu_plan import Call, Plan, allows, certify, plan_for, trial_operands
+from ._cpu_plan import Call, Plan, allows, certify, environment, plan_for, trial_operands
 from ._cpu_weights import derived
 from ._dispatch import plain_torch
 
-# Heights to try, in rungs (see Plan). oneDNN holds small heights; which ones the stock GEMM holds varies by machine.
+# Heights to try, in rungs (see Plan). MKL's packed GEMM holds all but 1, oneDNN small ones; which ones the stock GEMM
+# holds varies by machine.
+_MKL = ((2, 4, 8, 16, 32), (64, 128), (192, 256), (512,))
 _PACKED_FLOAT32 = ((1, 2, 4, 8, 16, 32), (64, 128), (256,))
 _PACKED_BFLOAT16 = ((1, 2, 4, 8, 16, 32), (64, 128), (512,))
 _TILED = ((2, 4, 8, 12, 16, 32, 48), (64, 96, 128), (192, 256))
@@ -27,8 +29,18 @@ _LEAST = 8
 # added in ascending order, are as accurate as stock.
 _CHAIN = 288
 
+# MKL packs for an expected number of rows. It changes the speed only; this one is good for all of them.
+_MKL_ROWS = 256
+
+# MKL sums K in as many chains of at most 384 terms as it needs. The stock GEMM takes one chain more where that makes
+# three; there, two halves of K are as accurate as stock.
+_MKL_HALVED = range(2 * 384 + 1, 3 * 384 + 1)
+
 # oneDNN's bfloat16 kernels take K in pairs and blocks; a ragged K goes through float32.
 _BFLOAT16_K_MULTIPLE = 32
+
+
+Ready = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x (M, K), bias) -> (M, N) in x's dtype
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -36,15 +48,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     with plain_torch():
         if x.shape[0] == 0:
             return x.new_empty(0, weight.shape[0])
-        n, k = weight.shape
-        if x.dtype == torch.bfloat16 and k % _BFLOAT16_K_MULTIPLE == 0:
-            plan = _bfloat16_plan(k, max(n, _LEAST), bias is not None)
-            if plan is not None:
-                return _bfloat16(plan, x, weight, bias)
-        y = _float32(x, weight)
-        if bias is not None:
-            y += bias.float()
-        return y.to(x.dtype)
+        has_bias = bias is not None
+        ready = derived(weight, ("linear", has_bias, environment()), lambda w: _make_ready(w, has_bias))
+        return ready(x, bias)
+
+
+def _make_ready(weight: torch.Tensor, has_bias: bool) -> Ready:
+    """The product with one weight in the present environment: planned, packed, and free of questions."""
+    n, k = weight.shape
+    if weight.dtype == torch.bfloat16 and k % _BFLOAT16_K_MULTIPLE == 0:
+        plan = _bfloat16_plan(k, max(n, _LEAST), has_bias)
+        if plan is not None:
+            return _bfloat16(plan, weight)
+    return _float32(weight)
 
 
 def _padded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -88,6 +104,46 @@ def _packed_chains(weight: torch.Tensor) -> Call:
     return call
 
 
+def _mkl_packed(weight: torch.Tensor) -> Call:
+    """The float32 product with a weight (N, K), any strides, packed by MKL, for two rows or more."""
+    n, k = weight.shape
+    k = max(k, _LEAST)
+    weight = _padded(weight.float(), max(n, _LEAST), k)
+    middle = [k // 2 // 16 * 16] if k in _MKL_HALVED else []
+    pieces = []
+    for start, end in zip([0, *middle], [*middle, k], strict=True):
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight[:, start:end].contiguous(), _MKL_ROWS)
+        # Where the packed weight cannot serve, the op takes the original one; this one would show in every result.
+        original = torch.full((), float("nan")).expand(weight.shape[0], end - start)
+        pieces.append((start, end, packed, original))
+    product = torch.ops.mkl._mkl_linear.default
+    if len(pieces) == 1:
+        return lambda tile: product(tile, packed, original, None, tile.shape[0])
+
+    def call(tile: torch.Tensor) -> torch.Tensor:
+        rows = tile.shape[0]
+        if 2 * middle[0] == k:
+            tiles = tile.view(rows, 2, -1).transpose(0, 1).contiguous()
+        else:
+            tiles = tile[:, : middle[0]].contiguous(), tile[:, middle[0] :].contiguous()
+        first, second = (product(t, *pieces[i][2:], None, rows) for i, t in enumerate(tiles))
+        return first.add_(second)
+
+    return call
+
+
+@functools.cache
+def _has_mkl() -> bool:
+    """Whether this build of torch and this CPU can pack a weight for MKL."""
+    if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight"):
+        return False
+    ones = torch.ones(16, 16)
+    try:
+        return torch.equal(_mkl_packed(ones)(ones[:3]), ones[:3] * 16)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
 @functools.cache
 def _has_packed() -> bool:
     """Whether this build of torch and this CPU can pack a weight."""
@@ -125,23 +181,28 @@ def _bfloat16_plan(k: int, n: int, has_bias: bool) -> Plan | None:
     return plan if plan.engine == "packed" else None
 
 
-def _packed_bfloat16(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    return _packed(weight, torch.bfloat16)
-
-
-def _bfloat16(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _bfloat16(plan: Plan, weight: torch.Tensor) -> Ready:
     n = weight.shape[0]
-    product = derived(weight, "packed bfloat16", _packed_bfloat16)
-    if bias is not None:
-        bias = bias.contiguous()
-        if n < _LEAST:
-            bias = F.pad(bias, (0, _LEAST - n))
-    y = _in_tiles(plan, lambda tile: product(tile, bias), x.contiguous())
-    return y if y.shape[1] == n else y[:, :n].contiguous()
+    product = _packed(weight, torch.bfloat16)
+
+    def ready(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if bias is None:
+            call = product
+        else:
+            bias = bias.contiguous() if n >= _LEAST else F.pad(bias, (0, _LEAST - n))
+            call = lambda tile: product(tile, bias)  # noqa: E731
+        y = _in_tiles(plan, call, x.contiguous())
+        return y if n >= _LEAST else y[:, :n].contiguous()
+
+    return ready
 
 
 def _plan(k: int, n: int, dtype: torch.dtype) -> Plan:
     """The plan for products in float32 or float64."""
+
+    def mkl_trial():
+        x, weight = trial_operands(k, n, dtype)
+        return _mkl_packed(weight), x
 
     def packed_trial():
         x, weight = trial_operands(k, n, dtype)
@@ -153,7 +214,9 @@ def _plan(k: int, n: int, dtype: torch.dtype) -> Plan:
 
     def make():
         plan = None
-        if dtype == torch.float32 and allows("packed") and _has_packed():
+        if dtype == torch.float32 and allows("mkl") and _has_mkl():
+            plan = certify("mkl", _MKL, mkl_trial)
+        if plan is None and dtype == torch.float32 and allows("packed") and _has_packed():
             plan = certify("packed", _PACKED_FLOAT32, packed_trial)
         if plan is None and allows("tiled"):
             plan = certify("tiled", _TILED, tiled_trial)
@@ -170,29 +233,38 @@ def _aligned(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _tiled_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     ready = weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 64 == 0
-    if ready and min(weight.shape) >= _LEAST:
-        return weight
-    return derived(weight, f"tiled {dtype}", lambda w: _aligned(w, dtype))
+    return weight if ready and min(weight.shape) >= _LEAST else _aligned(weight, dtype)
 
 
-def _float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (M, K) @ weight (N, K).T from operands of any supported dtype, rounded to float32."""
+def _float32(weight: torch.Tensor) -> Ready:
+    """The product with a weight (N, K) of any supported dtype in float32, rounded once."""
     n, k = weight.shape
     dtype = torch.float64 if n < _LEAST else torch.float32
     plan = _plan(max(k, _LEAST), max(n, _LEAST), dtype)
     if plan.engine == "exact":
-        parts = derived(weight, "split", lambda w: _cpu_exact.split(w.float()))
-        return _cpu_exact.matmul(x.float(), weight.float(), parts)
-    if plan.engine == "packed":
-        call = derived(weight, "packed float32", _packed_chains)
+        parts = _cpu_exact.split(weight.float())
+    elif plan.engine == "mkl":
+        call = _mkl_packed(weight)
+    elif plan.engine == "packed":
+        call = _packed_chains(weight)
     else:
-        ready = _tiled_weight(weight, dtype)
-        call = lambda tile: F.linear(tile, ready)  # noqa: E731
-    x = x.to(dtype).contiguous()
-    if k < _LEAST:
-        x = F.pad(x, (0, _LEAST - k))
-    y = _in_tiles(plan, call, x)
-    return y if y.shape[1] == n else y[:, :n].float()
+        copy = _tiled_weight(weight, dtype)
+        call = lambda tile: F.linear(tile, copy)  # noqa: E731
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if plan.engine == "exact":
+            return _cpu_exact.matmul(x.float(), weight.float(), parts)
+        x = x.to(dtype).contiguous()
+        y = _in_tiles(plan, call, x if k >= _LEAST else F.pad(x, (0, _LEAST - k)))
+        return y if n >= _LEAST else y[:, :n].float()
+
+    def ready(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = product(x)
+        if bias is not None:
+            y += bias.float()
+        return y.to(x.dtype)
+
+    return ready
 
 
 def _in_tiles(plan: Plan, call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -200,6 +272,8 @@ def _in_tiles(plan: Plan, call: Call, x: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
     if rows in plan.heights:
         return call(x)
+    if rows == 1 and plan.heights[0] == 2:
+        return call(torch.cat([x, x]))[:1]  # cheaper than padding; neighbours do not matter
     parts = []
     for start, height in plan.tiles(rows):
         end = min(start + height, rows)

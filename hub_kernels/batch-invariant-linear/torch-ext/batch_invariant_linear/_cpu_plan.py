@@ -5,6 +5,7 @@ A CPU GEMM picks its loop order from the number of rows. So it is only ever call
 gets the same bits in any slot of the tile, beside any neighbours, and at every other height in use. Engines, best
 first:
 
+    mkl      MKL's GEMM with the weight packed once (float32)
     packed   oneDNN with the weight packed once
     tiled    the stock GEMM
     exact    a product without rounding (`_cpu_exact`), for which no certificate is needed
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-ENGINES = ("packed", "tiled", "exact")
+ENGINES = ("mkl", "packed", "tiled", "exact")
 
 Call = Callable[[torch.Tensor], torch.Tensor]  # (height, K) -> (height, N)
 

@@ -24,7 +24,7 @@ class _Derived:
 
         self.owner = weakref.ref(owner, forget)
         self.state: tuple = ()
-        self.probe = self.values = torch.empty(0)
+        self.probes: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []  # view, indices, values
         self.copies: dict[tuple, Any] = {}
 
     def refresh(self, owner: torch.Tensor) -> None:
@@ -35,27 +35,44 @@ class _Derived:
         every row and every column is compared, too; all of them would cost as much as the product.
         """
         state = (owner._version, owner.data_ptr(), owner.shape, owner.stride(), torch.get_num_threads())
-        if state != self.state:
-            self.state, self.copies = state, {}
-            self.probe = _one_of_every_row_and_column(owner.shape)
-            self.values = _bits_at(owner, self.probe)
-        elif not torch.equal(values := _bits_at(owner, self.probe), self.values):
-            self.values, self.copies = values, {}
+        if state == self.state:
+            for view, indices, values in self.probes:
+                if not torch.equal(view if indices is None else view.take(indices), values):
+                    break
+            else:
+                return
+        self.state, self.copies = state, {}
+        bits = owner.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[owner.element_size()])
+        if bits.dim() == 2:
+            self.probes = [(view, None, view.clone()) for view in _diagonals(bits)]
+        else:
+            indices = _one_of_every_slice(bits.shape)
+            self.probes = [(bits, indices, bits.take(indices))]
 
 
-def _one_of_every_row_and_column(shape: torch.Size) -> torch.Tensor:
+def _diagonals(matrix: torch.Tensor) -> list[torch.Tensor]:
+    """Views that meet every row and column; reading them in place takes half the time of collecting by index."""
+    (rows, columns), (down, right), start = matrix.shape, matrix.stride(), matrix.storage_offset()
+    if 0 in matrix.shape:
+        return []
+    whole, rest = divmod(rows, columns)
+    last = start + whole * columns * down
+    views = [
+        matrix.as_strided((whole, columns), (columns * down, down + right), start),
+        matrix.as_strided((rest,), (down + right,), last),
+    ]
+    if columns > rows:
+        views.append(matrix[-1, rows:])
+    return [view for view in views if view.numel()]
+
+
+def _one_of_every_slice(shape: torch.Size) -> torch.Tensor:
     """Flat indices that meet every index of every dimension at least once."""
     steps = torch.arange(max(shape, default=1))
     flat = torch.zeros_like(steps)
     for size in shape:
         flat = flat * size + steps % size
     return flat
-
-
-def _bits_at(owner: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        values = owner.detach().take(flat)
-    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
 def derived(weight: torch.Tensor, kind: str, make: Callable[[torch.Tensor], Any]) -> Any:

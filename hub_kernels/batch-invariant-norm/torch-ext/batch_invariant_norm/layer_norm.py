@@ -6,6 +6,7 @@ import torch
 
 from . import _cpu
 from ._checks import check_float, check_same_device, check_shape, no_backward
+from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -52,7 +53,10 @@ def layer_norm(
             out = out if tensor is None else torch.promote_types(out, tensor.dtype)
         product = out
     xhat = x.dtype if cast_before_weight else torch.float32
-    return _layer_norm_op(x, weight, bias, float(eps), math.prod(shape), xhat, product, out)
+    arguments = (x, weight, bias, float(eps), math.prod(shape), xhat, product, out)
+    if x.device.type == "cpu" and runs_directly(x, weight, bias):
+        return _cpu.layer_norm(*arguments)
+    return _layer_norm_op(*arguments)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("layer_norm"), mutates_args=(), device_types=("cuda", "xpu"))

@@ -8,6 +8,7 @@ import torch
 
 from . import _cpu
 from ._checks import check_float, check_same_device, check_shape, no_backward
+from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 from .contract import Rounding, rms_norm_rounding
 
@@ -151,20 +152,11 @@ def _rms_norm(
         round_factor=round_factor,
         gate_last=gate is not None and not gate_before,
     )
-    return _rms_norm_op(
-        x,
-        gate,
-        weight,
-        float(eps),
-        group_size,
-        float(weight_offset),
-        gate_before,
-        "silu" if activation == "swish" else activation,
-        rounding.factor,
-        rounding.xhat,
-        rounding.weight,
-        rounding.out,
-    )
+    arguments = (x, gate, weight, float(eps), group_size, float(weight_offset), gate_before)
+    activation = "silu" if activation == "swish" else activation
+    if x.device.type == "cpu" and runs_directly(x, gate, weight):
+        return _cpu.rms_norm(*arguments, activation, rounding)
+    return _rms_norm_op(*arguments, activation, rounding.factor, rounding.xhat, rounding.weight, rounding.out)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=(), device_types=("cuda", "xpu"))

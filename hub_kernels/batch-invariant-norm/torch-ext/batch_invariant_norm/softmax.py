@@ -4,6 +4,7 @@ import torch
 
 from . import _cpu
 from ._checks import check_float, check_out_dtype, no_backward, normalize_dim
+from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -27,7 +28,10 @@ def _softmax(op, x, dim, dtype, log):
         if dtype is not torch.float32 or x.dtype not in (torch.float16, torch.bfloat16):
             x = x.to(dtype)
     check_float(op, "x", x)
-    return _softmax_op(x, normalize_dim(op, dim, x.dim()), log, dtype or x.dtype)
+    arguments = (x, normalize_dim(op, dim, x.dim()), log, dtype or x.dtype)
+    if x.device.type == "cpu" and runs_directly(x):
+        return _over_last_dim(_cpu.softmax, *arguments)
+    return _softmax_op(*arguments)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("softmax"), mutates_args=(), device_types=("cuda", "xpu"))
