@@ -29,7 +29,7 @@ MULTIPROCESSORS = {"8.0": 108, "8.6": 84, "8.9": 128, "9.0": 132, "10.0": 148, "
 # Columns of tensor memory that one block may use, on GPUs that have some.
 TENSOR_MEMORY_COLUMNS = 512
 # Launch arguments that tell tiles apart, as far as a kernel has them.
-_TILE = ("SWAP", "EVEN_K", "SPLIT", "MASK", "STAGES", "LOG", "CHUNK", "PARTIALS", "num_warps", "num_stages")
+_TILE = ("SWAP", "EVEN_K", "PARTS", "SPLIT", "MASK", "STAGES", "LOG", "CHUNK", "PARTIALS", "num_warps", "num_stages")
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,12 @@ def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool)
         with _self_check_failed(selfcheck):
             linear(300, 4096, dtype)
             grouped(300, 1024, dtype)
-        for each in [] if twin else plan.all_tiles(dtype, gpu):
-            linear(300, 4096, dtype, bias=True, tile=each)
-            if exhaustive:
-                grouped(300, 1024, dtype, tile=each)
+        # A short K has tiles of its own in float32.
+        for k in () if twin else (64, 4096) if dtype == torch.float32 else (4096,):
+            for each in plan.all_tiles(k, dtype, gpu):
+                linear(300, 4096, dtype, k=k, bias=True, tile=each)
+                if exhaustive:
+                    grouped(300, 1024, dtype, k=k, tile=each)
     return None
 
 
@@ -242,7 +244,7 @@ def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bo
         return attention("prefill", 128, torch.bfloat16, 1, 2048, tile=plan.Tile(*tile), split=False)
     per_row = _meta(1, dtype=torch.int32)
     seen = _meta(1, 1, 2048, 2048, dtype=torch.bool)
-    for dim in (64, 128, 256, 80) if exhaustive else (64, 128, 256):
+    for dim in (64, 128, 256, 16, 80) if exhaustive else (64, 128, 256):
         for dtype in (torch.bfloat16, torch.float32):
             sinks, widest = _meta(heads, dtype=dtype), dim == 256
             if dtype == torch.float32 and not (widest or exhaustive):

@@ -133,7 +133,7 @@ def test_report_names_the_head_shapes_of_this_gpu_alone(module, verdicts, monkey
     selfcheck = module("selfcheck")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(selfcheck, "_machine", lambda device: ((8, 6), "3.6"))
+    monkeypatch.setattr(selfcheck, "_machine", lambda device: ((8, 6), "3.6", 2))
     assert [row["status"] for row in selfcheck.report()] == ["not run"]
     here = selfcheck._key(64, 64, torch.bfloat16, torch.device("cuda"))
     verdicts.put(here, True, "all tiles agree")

@@ -59,9 +59,10 @@ def _tile(number, tensors, problem, FLAGS: gl.constexpr, GROUP: gl.constexpr, BL
     RIGHT: gl.constexpr = FLAGS[2]
     _, _, kv_heads, row_tiles, all_heads, heads_at_once, window_left, window_right = problem
     # Programs take turns forwards and backwards, so that each gets its share of long and short tiles.
-    wave = number // gl.num_programs(0)
-    turn = number % gl.num_programs(0)
-    number = wave * gl.num_programs(0) + gl.where(wave % 2 == 0, turn, gl.num_programs(0) - 1 - turn)
+    programs = gl.num_programs(0)  # order-free: it deals out whole tiles
+    wave = number // programs
+    turn = number % programs
+    number = wave * programs + gl.where(wave % 2 == 0, turn, programs - 1 - turn)
     # As many heads side by side as fit the cache, and of these the last (longest, if causal) row tiles first.
     section = number // (heads_at_once * row_tiles)
     side_by_side = gl.maximum(gl.minimum(heads_at_once, all_heads - section * heads_at_once), 1)
@@ -100,7 +101,7 @@ def _load_blocks(descs, tensors, problem, buffers, barriers, tiles, sizes: gl.co
     k_buffers, v_buffers = buffers
     k_ready, k_free, v_ready, v_free = barriers
     loaded = gl.to_tensor(0)
-    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):  # order-free: whole tiles
         _, kv_head, sequence, _, _, first_block, blocks = _tile(number, tensors, problem, FLAGS, GROUP, BLOCK_N)
         batch, _, key_row, _, _, origin, _ = sequence
         for i in range(blocks):
@@ -226,7 +227,7 @@ def _attend(
     GROUP: gl.constexpr = sizes[3]
     BLOCK_N: gl.constexpr = sizes[6]
     done = gl.to_tensor(0)
-    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):  # order-free: whole tiles
         place = _tile(number, tensors, problem, FLAGS, GROUP, BLOCK_N)
         _attend_tile(
             place, tensors, strides, problem, units, q_buffers.index(HALF), buffers, barriers, done, HALF, sizes
@@ -461,7 +462,8 @@ def hopper_attention_kernel(
     units = (gl.to_tensor(unit), gl.to_tensor(softcap_in))
     buffers = (k_buffers, v_buffers)
     barriers = (k_ready, k_free, v_ready, v_free)
-    tiles = gl.cdiv(row_tiles * all_heads, gl.num_programs(0)) * gl.num_programs(0)
+    programs = gl.num_programs(0)  # order-free: it deals out whole tiles
+    tiles = gl.cdiv(row_tiles * all_heads, programs) * programs
     FLAGS: gl.constexpr = (CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, SINKS, ORIGIN, QUERY_OFFSET, VARLEN)
     sizes: gl.constexpr = (FLAGS, SPLITS, STAGES, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_N)
     gl.warp_specialize(
