@@ -173,7 +173,7 @@ def _self_check_failed(selfcheck) -> Iterator[None]:
 
 
 def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool) -> None:
-    launch, plan, selfcheck = load("linear", "_launch", "plan", "selfcheck")
+    launch, plan, selfcheck, tiles = load("linear", "_launch", "plan", "selfcheck", "tiles")
     major, minor = map(int, recorder.capability.split("."))
     gpu = plan.Gpu(capability=(major, minor), multiprocessors=MULTIPROCESSORS[recorder.capability])
     launch.gpu_of = lambda device: gpu
@@ -204,7 +204,8 @@ def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool)
         for rows in (5000,) if twin else (1, 16, 64, 300, 5000):
             for n in (4096,) if twin else (512, 4096, 20000):
                 linear(rows, n, dtype)
-                linear(rows, n + 1, dtype)  # descriptors cannot describe the result's rows
+                if exhaustive or gpu.capability in tiles.TUNED:
+                    linear(rows, n + 1, dtype)  # descriptors cannot describe the result's rows
                 if exhaustive:
                     linear(rows, n, dtype, k=1000)
                     linear(rows, n, dtype, k=4095)
@@ -250,7 +251,8 @@ def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bo
             if dtype == torch.float32 and not (widest or exhaustive):
                 continue
             attention("prefill", dim, dtype, 1, 2048, origin=per_row)
-            attention("decode, split", dim, dtype, 1, 1, origin=per_row, query_offset=per_row)
+            if dtype != torch.float32 or exhaustive:  # float32 has one tile for a head size
+                attention("decode, split", dim, dtype, 1, 1, origin=per_row, query_offset=per_row)
             if widest or exhaustive:
                 attention("prefill, boolean mask", dim, dtype, 1, 2048, mask=seen)
             if dim == 128 or exhaustive:

@@ -143,7 +143,7 @@ def attention_kernel(
     mask_base = mask_ptr
     if MASK != 0:
         mask_base = mask_ptr + batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh
-        mask_base += i.to(tl.int64) * stride_mm
+        mask_base += tl.minimum(i, q_len - 1).to(tl.int64) * stride_mm
     key_mask_base = key_mask_ptr
     if KEY_MASK:
         key_mask_base = key_mask_ptr + batch.to(tl.int64) * stride_kmb

@@ -234,7 +234,10 @@ def masked_blocks(
         if SOFTCAP:
             score = tanh(score * softcap_in)
         if MASK != 0:
-            extra = tl.load(mask_base[:, None] + j.to(tl.int64)[None, :] * stride_mn, mask=visible, other=0)
+            # What lies beside is read at the edge and not used: with a predicate on every element, this load is most of
+            # the kernel, fills the registers and takes a minute to compile.
+            column = tl.minimum(tl.maximum(j, 0), kv_len - 1).to(tl.int64)
+            extra = tl.load(mask_base[:, None] + column[None, :] * stride_mn)
             if MASK == 1:
                 visible = visible & (extra != 0)
             else:
