@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,10 @@ def test_every_kernel_compiles_and_its_shared_memory_fits(package, capability):
         "flash-attn": {"attention_kernel", "combine_kernel"},
         "norm": {"rms_norm_rows", "rms_norm_chunk_finish", "layer_norm_rows", "softmax_rows", "sum_rows"},
     }[package]
-    if capability == "9.0":
-        expected |= {"linear": {"linear_tma_kernel"}, "flash-attn": {"hopper_attention_kernel"}}.get(package, set())
+    if capability == "9.0" and package == "linear":
+        expected.add("linear_tma_kernel")
+    if capability == "9.0" and package == "flash-attn" and version("triton").startswith("3.6."):
+        expected.add("hopper_attention_kernel")  # other releases go without
     assert expected <= kernels, expected - kernels
     assert package == "norm" or max(one["shared"] for one in found) > 32 * 1024  # tiles were seen, not only stubs
 

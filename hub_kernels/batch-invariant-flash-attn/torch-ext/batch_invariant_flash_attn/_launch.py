@@ -11,21 +11,20 @@ from . import contract, plan, selfcheck
 from ._attention_kernel import attention_kernel, combine_kernel
 
 LOG2E = math.log2(math.e)
-
-
-# Triton releases with which the GPU tests of the Hopper kernel passed; it is written in Triton's experimental dialect.
-HOPPER_KERNEL_TRITON = ("3.6",)
+# The Hopper kernel is written in Triton's experimental dialect: only for releases that it was run with.
+HOPPER_KERNEL = triton.__version__.startswith("3.6.")
 
 
 @functools.cache
 def gpu_of(device: torch.device) -> plan.Gpu:
+    """What the plan needs to know of a device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return plan.Gpu(capability=(0, 0), multiprocessors=1)
     properties = torch.cuda.get_device_properties(device)
     return plan.Gpu(
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,  # order-free: whether splits run in one program or several
-        hopper_kernel=triton.__version__.startswith(HOPPER_KERNEL_TRITON),
+        hopper_kernel=HOPPER_KERNEL,
     )
 
 
