@@ -31,7 +31,8 @@ def test_contracts_do_not_see_the_batch(family):
         assert not banned & set(inspect.signature(function).parameters), function
 
 
-def test_packages_keep_their_verdicts_in_the_same_way():
-    """The packages share one file of verdicts, and each must work alone on the Hub: the code is there twice."""
-    copies = [path for path in SOURCES if path.name == "_verdicts.py"]
-    assert len(copies) == 2 and len({path.read_bytes() for path in copies}) == 1, copies
+@pytest.mark.parametrize("name, packages", [("_verdicts.py", 2), ("_dispatch.py", 3)])
+def test_files_that_packages_share_are_the_same(name, packages):
+    """Each package must work alone on the Hub, so what they share is there once in each."""
+    copies = [path for path in SOURCES if path.name == name]
+    assert len(copies) == packages and len({path.read_bytes() for path in copies}) == 1, copies

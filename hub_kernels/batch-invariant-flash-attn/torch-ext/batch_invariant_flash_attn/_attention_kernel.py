@@ -9,7 +9,7 @@ total as it ends, or (SPLIT) takes a single split and leaves the same folding to
 import triton
 import triton.language as tl
 
-from ._blocks import full_blocks, masked_blocks, split_begin, split_of
+from ._blocks import full_blocks, key_range, masked_blocks, split_begin, split_of
 from ._softmax_step import LANES, finish, fold_split, lanes_to_weight
 
 
@@ -114,17 +114,19 @@ def attention_kernel(
     # The keys that any row of the tile can see, and the blocks that hold them, counted from the origin.
     first_i = (tile * BLOCK_R) // GROUP
     last_i = tl.minimum((tile * BLOCK_R + BLOCK_R - 1) // GROUP, q_len - 1)
-    low = tl.maximum(origin, 0)
-    high = kv_len
-    if CAUSAL:
-        high = tl.minimum(high, query_offset + last_i + 1)
-    if WINDOW_RIGHT:
-        high = tl.minimum(high, query_offset + last_i + window_right + 1)
-    if WINDOW_LEFT:
-        low = tl.maximum(low, query_offset + first_i - window_left)
-    low -= origin
-    high -= origin
-    high = tl.where(first_i >= q_len, low, high)
+    low, high, _ = key_range(
+        first_i,
+        last_i,
+        q_len,
+        kv_len,
+        origin,
+        query_offset,
+        window_left,
+        window_right,
+        CAUSAL,
+        WINDOW_LEFT,
+        WINDOW_RIGHT,
+    )
     first_split = split_of(low, SPLITS)
     if SPLIT:
         split = splits - 1 - tl.program_id(1)  # the long ones first

@@ -34,6 +34,47 @@ def split_begin(split, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def key_range(
+    first_i,
+    last_i,
+    q_len,
+    kv_len,
+    origin,
+    query_offset,
+    window_left,
+    window_right,
+    CAUSAL: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+):
+    """(low, high, end): the keys low ... high - 1, counted from the origin, that any of the queries first_i ... last_i
+    can see, none if there are no such queries; `end` is the index in memory behind the last one.
+    """
+    low = tl.maximum(origin, 0)
+    end = kv_len
+    if CAUSAL:
+        end = tl.minimum(end, query_offset + last_i + 1)
+    if WINDOW_RIGHT:
+        end = tl.minimum(end, query_offset + last_i + window_right + 1)
+    if WINDOW_LEFT:
+        low = tl.maximum(low, query_offset + first_i - window_left)
+    low -= origin
+    return low, tl.where(first_i >= q_len, low, end - origin), end
+
+
+@triton.jit
+def _next_split(position, m, lanes, acc, m_total, weight_total, acc_total, split_end, SPLITS: tl.constexpr):
+    """The state in front of the block at `position`: a split that ended there is folded, and a new one begun."""
+    if position >= split_end:
+        m_total, weight_total, acc_total = fold_split(m_total, weight_total, acc_total, m, lanes_to_weight(lanes), acc)
+        m = tl.full(m.shape, float("-inf"), tl.float32)
+        lanes = tl.zeros_like(lanes)
+        acc = tl.zeros_like(acc)
+        split_end = split_begin(split_of(position, SPLITS) + 1, SPLITS)
+    return m, lanes, acc, m_total, weight_total, acc_total, split_end
+
+
+@triton.jit
 def _load_rows(
     desc, base, batch, head, row, first, stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM: tl.constexpr
 ):
@@ -89,14 +130,9 @@ def full_blocks(
     that product.
     """
     if not SPLIT:
-        if first_block * BLOCK_N >= split_end:
-            m_total, weight_total, acc_total = fold_split(
-                m_total, weight_total, acc_total, m, lanes_to_weight(lanes), acc
-            )
-            m = tl.full(m.shape, float("-inf"), tl.float32)
-            lanes = tl.zeros_like(lanes)
-            acc = tl.zeros_like(acc)
-            split_end = split_begin(split_of(first_block * BLOCK_N, SPLITS) + 1, SPLITS)
+        m, lanes, acc, m_total, weight_total, acc_total, split_end = _next_split(
+            first_block * BLOCK_N, m, lanes, acc, m_total, weight_total, acc_total, split_end, SPLITS
+        )
     first = origin + first_block * BLOCK_N
     k = _load_rows(key_desc, k_base, batch, kv_head, key_row, first, stride_kn, BLOCK_N, BLOCK_D, HEAD_DIM)
     score = tl.dot(q, tl.trans(k))
@@ -195,14 +231,9 @@ def masked_blocks(
     dv = tl.arange(0, BLOCK_DV)
     for block in tl.range(first_block, last_block, num_stages=STAGES):
         if not SPLIT:
-            if block * BLOCK_N >= split_end:
-                m_total, weight_total, acc_total = fold_split(
-                    m_total, weight_total, acc_total, m, lanes_to_weight(lanes), acc
-                )
-                m = tl.full(m.shape, float("-inf"), tl.float32)
-                lanes = tl.zeros_like(lanes)
-                acc = tl.zeros_like(acc)
-                split_end = split_begin(split_of(block * BLOCK_N, SPLITS) + 1, SPLITS)
+            m, lanes, acc, m_total, weight_total, acc_total, split_end = _next_split(
+                block * BLOCK_N, m, lanes, acc, m_total, weight_total, acc_total, split_end, SPLITS
+            )
         j = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         real = (j < kv_len) & (j >= 0) & (j < origin + high)
         if KEY_MASK:
@@ -244,7 +275,7 @@ def masked_blocks(
                 extra = extra.to(tl.float32)
                 visible = visible & (extra > mask_floor)
                 # In units of the score, so that adding 0 leaves the bits of a call without a mask.
-                score = tl.fma(extra, tl.zeros_like(score) + bias_in, score)
+                score = tl.fma(extra, bias_in, score)
         score = tl.where(visible, score, float("-inf"))
         m, p, alpha = softmax_step(m, score, unit)
         lanes = add_weights(lanes, alpha, p)

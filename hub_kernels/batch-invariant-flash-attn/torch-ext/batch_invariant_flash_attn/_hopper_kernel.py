@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._blocks import split_begin, split_of
+from ._blocks import key_range, split_begin, split_of
 from ._softmax_step import LANES, add_weights, finish, fold_split, lane_sums, lanes_to_weight, softmax_step, tanh
 
 # Rows of a tile, half of them for each group of warps.
@@ -75,16 +75,9 @@ def _tile(number, tensors, problem, FLAGS: gl.constexpr, GROUP: gl.constexpr, BL
     _, _, _, q_len, kv_len, origin, query_offset = sequence
     first_i = (tile * ROWS) // GROUP
     last_i = gl.minimum((tile * ROWS + ROWS - 1) // GROUP, q_len - 1)
-    low = gl.maximum(origin, 0)
-    end = kv_len
-    if CAUSAL:
-        end = gl.minimum(end, query_offset + last_i + 1)
-    if RIGHT:
-        end = gl.minimum(end, query_offset + last_i + window_right + 1)
-    if LEFT:
-        low = gl.maximum(low, query_offset + first_i - window_left)
-    low -= origin
-    high = gl.where(first_i >= q_len, low, end - origin)
+    low, high, end = key_range(
+        first_i, last_i, q_len, kv_len, origin, query_offset, window_left, window_right, CAUSAL, LEFT, RIGHT
+    )
     first_block = low // BLOCK_N
     blocks = gl.where(high > low, gl.cdiv(high, BLOCK_N) - first_block, 0)
     return tile, kv_head, sequence, low, end, first_block, blocks
@@ -199,7 +192,7 @@ def _steps(
         lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, lanes.type.layout))
         lanes = add_weights(gl.where(due, 0.0, lanes), lane_alpha, weights)
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))
-        acc, p_used = warpgroup_mma_wait(0, deps=(acc_token, p))
+        acc, _ = warpgroup_mma_wait(0, deps=(acc_token, p))
         mbarrier.arrive(v_free.index(before), count=1)
         if due:
             row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -277,12 +270,14 @@ def _attend_tile(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
+    # 16 bytes a thread, for reading and writing memory.
+    query_rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    value_rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUE_DIM, VALUE_DIM // 8], [4, 1], [1, 0])
 
     # The tile's rows are (query, head of the group) pairs.
     tile_row = tile * ROWS + HALF * HALF_ROWS
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, wide))
-    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, wide))
+    rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, query_rows))
+    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, query_rows))
     q_ptrs = query_ptr + batch.to(gl.int64) * stride_qb + query_row.to(gl.int64) * stride_qm
     offsets = (kv_head * GROUP + rows % GROUP).to(gl.int64) * stride_qh + (rows // GROUP).to(gl.int64) * stride_qm
     q = gl.load(q_ptrs + offsets[:, None] + d[None, :], mask=(rows // GROUP < q_len)[:, None], other=0.0)
@@ -336,7 +331,7 @@ def _attend_tile(
                 q_buffer, buffers, barriers, state, 1, full_begin, *fixed, True, FLAGS, SPLITS, STAGES, BLOCK_N
             )
         else:
-            full_begin = full_begin * 0 + 1
+            full_begin = gl.to_tensor(1)
         state = _steps(
             q_buffer, buffers, barriers, state, full_begin, full_end, *fixed, False, FLAGS, SPLITS, STAGES, BLOCK_N
         )
@@ -351,9 +346,8 @@ def _attend_tile(
         real = end - (first + (count - 1) * BLOCK_N)
         if real < BLOCK_N:
             # A cache may hold anything behind its end, and 0 times NaN is NaN.
-            tall: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUE_DIM, VALUE_DIM // 8], [4, 1], [1, 0])
-            there = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, tall)) < real
-            values = v.load(tall)
+            there = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, value_rows)) < real
+            values = v.load(value_rows)
             v.store(gl.where(there[:, None], values, gl.zeros_like(values)))
             fence_async_shared()
         acc = warpgroup_mma(p, v, acc)
@@ -368,13 +362,12 @@ def _attend_tile(
         head = kv_head * GROUP + (tile_row + gl.arange(0, HALF_ROWS, layout=out_rows)) % GROUP
         sink = gl.load(sinks_ptr + head)
     result = finish(m_total, weight_total, acc_total, sink, SINKS).to(dtype)
-    broad: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUE_DIM, VALUE_DIM // 8], [4, 1], [1, 0])
-    rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, broad))
-    dv = gl.arange(0, VALUE_DIM, layout=gl.SliceLayout(0, broad))
+    rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, value_rows))
+    dv = gl.arange(0, VALUE_DIM, layout=gl.SliceLayout(0, value_rows))
     heads = kv_heads * GROUP
     out_row = batch.to(gl.int64) * q_len + query_row + rows // GROUP
     offsets = (out_row * heads + kv_head * GROUP + rows % GROUP) * VALUE_DIM
-    result = gl.convert_layout(result, broad)
+    result = gl.convert_layout(result, value_rows)
     gl.store(out_ptr + offsets[:, None] + dv[None, :], result, mask=(rows // GROUP < q_len)[:, None])
 
 

@@ -11,7 +11,7 @@ from ._checks import (
     check_sinks,
     no_backward,
 )
-from ._dispatch import on_device_of, runs_directly
+from ._dispatch import device_of, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -120,7 +120,8 @@ def attention_varlen(
 def _on_gpu(query: torch.Tensor, *arguments) -> torch.Tensor:
     from ._launch import launch_attention  # imports triton
 
-    return on_device_of(query, launch_attention, query, *arguments)
+    with device_of(query):
+        return launch_attention(query, *arguments)
 
 
 def _on_cpu(*arguments) -> torch.Tensor:
@@ -132,7 +133,8 @@ def _on_cpu(*arguments) -> torch.Tensor:
 def _varlen_on_gpu(query: torch.Tensor, *arguments) -> torch.Tensor:
     from ._launch import launch_attention_varlen  # imports triton
 
-    return on_device_of(query, launch_attention_varlen, query, *arguments)
+    with device_of(query):
+        return launch_attention_varlen(query, *arguments)
 
 
 def _varlen_on_cpu(*arguments) -> torch.Tensor:

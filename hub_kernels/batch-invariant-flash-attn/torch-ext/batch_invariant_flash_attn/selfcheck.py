@@ -5,6 +5,8 @@ machines in VERIFIED; anywhere else the first use of a head shape compares all t
 split, and where they differ one tile without shortcuts serves everything.
 """
 
+import functools
+
 import torch
 
 from . import _verdicts, contract
@@ -16,6 +18,7 @@ __all__ = ["cache_path", "report", "tiles_agree"]
 VERIFIED = {((9, 0), "3.6", 1)}
 
 
+@functools.cache
 def _machine(device: torch.device) -> tuple[tuple[int, int], str, int]:
     import triton
 

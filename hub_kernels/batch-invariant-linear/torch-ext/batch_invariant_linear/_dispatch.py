@@ -30,12 +30,13 @@ def runs_directly(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
-def on_device_of(x: torch.Tensor, launch, *arguments):
-    """launch(*arguments) with the device of x as the current one; entering a device costs as much as a small launch."""
-    if x.device.type == "cuda" and x.device.index == torch.cuda.current_device():
-        return launch(*arguments)
-    with torch.get_device_module(x.device).device(x.device):
-        return launch(*arguments)
+def device_of(x: torch.Tensor):
+    """Context in which the device of x is the current one; to enter it costs as much as a small launch, so only if it
+    is not that already.
+    """
+    if x.device.type == "cpu" or (x.device.type == "cuda" and x.device.index == torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.get_device_module(x.device).device(x.device)
 
 
 @contextlib.contextmanager

@@ -57,17 +57,19 @@ def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
 
 
-_TMA_TILE = plan.Tile(64, 64, 64, warps=4, stages=2, tma=True)
-
-
-def serves(tile: plan.Tile, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the GPU and the operands allow a tile."""
-    return not tile.tma or (
+def _describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the GPU and the operands allow tensor descriptors."""
+    return (
         gpu_of(x.device).descriptors
         and _rows_aligned(x)
         and _rows_aligned(weight)
         and weight.shape[0] * x.element_size() % 16 == 0
     )
+
+
+def serves(tile: plan.Tile, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the GPU and the operands allow a tile."""
+    return not tile.tma or _describable(x, weight)
 
 
 def _second_engine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _cublaslt.Product | None:
@@ -81,7 +83,7 @@ def _second_engine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def engine_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
-    """ "cublaslt" or "triton": which engine serves this call."""
+    """Which engine serves this call, "cublaslt" or "triton"."""
     x = x.reshape(-1, x.shape[-1])
     return "triton" if x.shape[0] == 0 or _second_engine(x, weight, bias) is None else "cublaslt"
 
@@ -103,7 +105,7 @@ def launch_linear(
         if product is not None:
             product(x, weight, bias, y)
             return y
-        tile = _choose_tile(x, rows, n, serves(_TMA_TILE, x, weight))
+        tile = _choose_tile(x, rows, n, _describable(x, weight))
     if not tile.tma:
         return _launch_pointer(x[None], weight[None], bias, y[None], tile)[0]
     programs = min(gpu_of(x.device).multiprocessors, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n))
@@ -171,7 +173,7 @@ def launch_grouped_linear(
     if rows == 0 or experts == 0:
         return x.new_zeros(rows, n)
     y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    tma = x.dtype != torch.float32 and weight.is_contiguous() and serves(_TMA_TILE, x, weight[0])
+    tma = x.dtype != torch.float32 and weight.is_contiguous() and _describable(x, weight[0])
     if tile is None:
         tile = plan.only_tile(k, x.dtype)
         if selfcheck.tiles_agree(x.dtype, x.device):

@@ -46,10 +46,7 @@ def put(key: str, passed: bool, detail: str) -> None:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump({**_read(), key: _known()[key]}, file, indent=1)
         os.replace(file.name, path)
-    except (
-        OSError,
-        RuntimeError,
-    ):  # a read-only home, or none: the next process checks again
+    except (OSError, RuntimeError):  # a read-only home, or none: the next process checks again
         return
 
 

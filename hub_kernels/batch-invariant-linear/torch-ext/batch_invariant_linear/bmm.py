@@ -4,7 +4,7 @@ import torch
 
 from . import _cpu_bmm
 from ._checks import check_operands, no_backward, shape_error
-from ._dispatch import on_device_of, runs_directly
+from ._dispatch import device_of, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -32,7 +32,8 @@ def bmm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _on_gpu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     from ._launch import launch_bmm  # imports triton
 
-    return on_device_of(x, launch_bmm, x, y)
+    with device_of(x):
+        return launch_bmm(x, y)
 
 
 def _on_cpu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from . import _cpu_linear
 from ._checks import check_operands, no_backward, shape_error
-from ._dispatch import on_device_of, runs_directly
+from ._dispatch import device_of, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -48,7 +48,8 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 def _on_gpu(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     from ._launch import launch_grouped_linear  # imports triton
 
-    return on_device_of(x, launch_grouped_linear, x, weight, offsets)
+    with device_of(x):
+        return launch_grouped_linear(x, weight, offsets)
 
 
 def _on_cpu(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

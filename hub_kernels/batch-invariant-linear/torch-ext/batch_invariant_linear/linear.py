@@ -4,7 +4,7 @@ import torch
 
 from . import _cpu_linear
 from ._checks import check_operands, no_backward, shape_error
-from ._dispatch import on_device_of, runs_directly
+from ._dispatch import device_of, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -40,16 +40,17 @@ def engine_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
         return "cpu"
     from ._launch import engine_of as on_gpu  # imports triton
 
-    return on_device_of(x, on_gpu, x, weight, bias)
+    with device_of(x):
+        return on_gpu(x, weight, bias)
 
 
 def _on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     from ._launch import launch_linear  # imports triton
 
-    if x.dim() == 2:
-        return on_device_of(x, launch_linear, x, weight, bias)
-    y = on_device_of(x, launch_linear, x.reshape(-1, x.shape[-1]), weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    with device_of(x):
+        if x.dim() == 2:
+            return launch_linear(x, weight, bias)
+        return launch_linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -30,6 +30,15 @@ def runs_directly(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
+def device_of(x: torch.Tensor):
+    """Context in which the device of x is the current one; to enter it costs as much as a small launch, so only if it
+    is not that already.
+    """
+    if x.device.type == "cpu" or (x.device.type == "cuda" and x.device.index == torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.get_device_module(x.device).device(x.device)
+
+
 @contextlib.contextmanager
 def _undisturbed():
     with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast("cpu", enabled=False):

@@ -1,16 +1,9 @@
 """Launch the Triton kernels on rows. Triton is imported here, at the first launch, so the package loads without it."""
 
-import contextlib
-
 import torch
 
 from . import contract, plan
-
-
-def _device(x: torch.Tensor):
-    if x.device.type == "cpu" or (x.device.type == "cuda" and x.device.index == torch.cuda.current_device()):
-        return contextlib.nullcontext()  # entering a device costs as much as a small launch
-    return torch.get_device_module(x.device).device(x.device)
+from ._dispatch import device_of
 
 
 def _rows(tensor: torch.Tensor | None, columns: int) -> torch.Tensor | None:
@@ -55,7 +48,7 @@ def rms_norm(x, gate, weight, eps, group_size, weight_offset, gate_before, activ
     }
     gate = x if gate is None else gate
     weight = x if weight is None else weight
-    with _device(x):
+    with device_of(x):
         if contract.is_single_pass(columns):
             tile = contract.row_tile(columns)
             kernels.rms_norm_rows[(plan.programs(rows, tile),)](
@@ -117,7 +110,7 @@ def layer_norm(x, weight, bias, eps, columns, xhat, product, out_dtype):
     }
     weight = x if weight is None else weight
     bias = x if bias is None else bias
-    with _device(x):
+    with device_of(x):
         if contract.is_single_pass(columns):
             tile = contract.row_tile(columns)
             kernels.layer_norm_rows[(plan.programs(rows, tile),)](
@@ -166,7 +159,7 @@ def softmax(x, log, out):
 
     rows, columns = x.shape
     x = _rows(x, columns)
-    with _device(x):
+    with device_of(x):
         if contract.is_single_pass(columns):
             tile = contract.row_tile(columns)
             kernels.softmax_rows[(plan.programs(rows, tile),)](
@@ -200,7 +193,7 @@ def reduce(x, mean, out):
     rows, columns = x.shape
     divisor = float(columns) if mean else 1.0
     x = _rows(x, columns)
-    with _device(x):
+    with device_of(x):
         while not contract.is_single_pass(x.shape[1]):
             columns = x.shape[1]
             tile, chunks = contract.chunk_tile(columns), contract.chunk_count(columns)
