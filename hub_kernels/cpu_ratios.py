@@ -28,6 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hf_batchinv  # noqa: E402
 from hf_batchinv import hub  # noqa: E402
+from hf_batchinv.bench.trial import same_bits  # noqa: E402
 from hf_batchinv.smollm2 import find_smollm2  # noqa: E402
 
 THREADS = 2
@@ -68,11 +69,6 @@ class Case:
     @property
     def bound(self) -> float | None:
         return self.bounds[DTYPES.index(self.dtype)]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
 def linear_cases() -> Iterator[Case]:

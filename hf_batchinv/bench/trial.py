@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
+from ..testing import bits
 from . import timing
 from .cases import Case, dimensions
 
@@ -45,8 +46,7 @@ def note(text: str) -> None:
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     """Whether two tensors have the same bit patterns (compared on their device, 0.0 differs from -0.0)."""
-    integer = {2: torch.int16, 4: torch.int32}[got.element_size()]
-    return torch.equal(got.contiguous().view(integer), want.contiguous().view(integer))
+    return torch.equal(bits(got), bits(want))
 
 
 def measure(op: str, trial: Trial, rates: timing.Rates) -> dict:
