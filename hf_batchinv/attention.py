@@ -115,7 +115,7 @@ def batch_invariant_attention(
         causal=described.kind == "causal",
         window=described.window,
         mask=position_bias,
-        key_mask=described.key_mask,
+        key_mask=described.prepared_key_mask(),
         origin=described.origin,
         query_offset=described.query_offset,
         **call,

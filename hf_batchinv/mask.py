@@ -15,6 +15,10 @@ from typing import NamedTuple
 import torch
 from transformers import masking_utils
 
+from . import hub
+
+_flash_attn = hub.load("flash-attn")
+
 # A float mask value at or below this hides a key. It is half of float16's lowest number, so that masks made with the
 # lowest number of any dtype, with -inf, or with -1e9 are all understood, also after a cast to a wider dtype.
 HIDDEN_BELOW = torch.finfo(torch.float16).min / 2
@@ -82,6 +86,7 @@ class BatchInvariantMask:
         self.segments = segments
         self._dense = dense
         self._documents = None
+        self._prepared_key_mask = None
 
     # --- what the attention function asks for ---
 
@@ -101,6 +106,14 @@ class BatchInvariantMask:
         if self._documents is None:
             self._documents = _document_bounds(self.segments)
         return self._documents
+
+    def prepared_key_mask(self) -> torch.Tensor | None:
+        """Return the key mask in the attention kernel's own form; computed at the first call, for all layers."""
+        if self.key_mask is None:
+            return None
+        if self._prepared_key_mask is None:
+            self._prepared_key_mask = _flash_attn.prepare_key_mask(self.key_mask, self.origin)
+        return self._prepared_key_mask
 
     def for_batch(self, batch_size: int) -> "BatchInvariantMask":
         """Return the mask for a batch of this size: itself, or its only row repeated."""

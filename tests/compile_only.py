@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import re
 import sys
 import time
 import types
@@ -36,7 +37,8 @@ _TILE = ("SWAP", "EVEN_K", "PARTS", "SPLIT", "MASK", "STAGES", "LOG", "CHUNK", "
 class Compiled:
     """One kernel: the call that wanted it, the launch arguments that tell tiles apart, what it needs and may have.
 
-    error: the compiler's words if there is no kernel.
+    error: the compiler's words if there is no kernel. operand_widths: neighbouring elements of K that a thread holds of
+    the matrix products' operands, which is part of the order of summation.
     """
 
     call: str
@@ -47,6 +49,7 @@ class Compiled:
     tensor_memory: int = 0
     error: str = ""
     seconds: float = 0.0
+    operand_widths: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -113,7 +116,8 @@ class Recorder:
                 self._seen.add(kernel.hash)
                 metadata = kernel.metadata
                 columns = getattr(metadata, "tmem_size", None) or 0
-                self._add(function, kwargs, begin, shared=metadata.shared, tensor_memory=columns)
+                widths = sorted({int(width) for width in re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])})
+                self._add(function, kwargs, begin, metadata.shared, columns, operand_widths=tuple(widths))
             return kernel
 
         driver.set_active(_Driver(self.capability))
@@ -132,14 +136,22 @@ class Recorder:
             print(f"{call}: does not compile", file=sys.stderr)
 
     def _add(
-        self, kernel, kwargs: dict, begin: float, shared: int = 0, tensor_memory: int = 0, error: str = ""
+        self,
+        kernel,
+        kwargs: dict,
+        begin: float,
+        shared: int = 0,
+        tensor_memory: int = 0,
+        error: str = "",
+        operand_widths: tuple[int, ...] = (),
     ) -> None:
         shown = [name for name in kwargs if name in _TILE or name.startswith(("BLOCK_", "TILE_"))]
         tile = " ".join(f"{name}={kwargs[name]}" for name in shown)
         limit = SHARED_KIB[self.capability] * 1024
         seconds = round(time.perf_counter() - begin, 2)
         name = kernel.__name__
-        self.compiled.append(Compiled(self.call, name, tile, shared, limit, tensor_memory, error, seconds))
+        found = Compiled(self.call, name, tile, shared, limit, tensor_memory, error, seconds, operand_widths)
+        self.compiled.append(found)
 
 
 # --- the packages ---
@@ -253,6 +265,10 @@ def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bo
             attention("prefill", dim, dtype, 1, 2048, origin=per_row)
             if dtype != torch.float32 or exhaustive:  # float32 has one tile for a head size
                 attention("decode, split", dim, dtype, 1, 1, origin=per_row, query_offset=per_row)
+            if dim == 64 and dtype == torch.bfloat16:
+                keys, row = _meta(1, 4096, dtype=torch.bool), _meta(1, 1, 1, 4096, dtype=torch.bool)
+                attention("decode, key mask", dim, dtype, 1, 1, key_mask=keys)
+                attention("decode, boolean mask", dim, dtype, 1, 1, mask=row)
             if widest or exhaustive:
                 attention("prefill, boolean mask", dim, dtype, 1, 2048, mask=seen)
             if dim == 128 or exhaustive:

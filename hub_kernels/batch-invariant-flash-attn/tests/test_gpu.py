@@ -169,6 +169,60 @@ def test_masks_in_every_form_give_the_same_bits(kernel, assert_same_bits, dtype)
         assert_same_bits(got, want, f"additive {floor}")
 
 
+@pytest.mark.parametrize("shape", [(8, 2, 64, 64), (8, 2, 128, 128), (4, 4, 16, 16), (4, 2, 256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, **by_name)
+def test_a_mask_gives_a_decode_step_the_bits_of_the_prefill(kernel, assert_same_bits, dtype, shape):
+    """Padding with and without holes, as a key mask, prepared or not, and as a boolean mask; rows alone too."""
+    query_heads, kv_heads, dim, _ = shape
+    generator = torch.Generator("cuda").manual_seed(5)
+    query = torch.randn(4, query_heads, 600, dim, generator=generator, device="cuda").to(dtype)
+    key, value = (torch.randn(4, kv_heads, 600, dim, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    at = torch.arange(600, device="cuda")
+    origin = torch.tensor([0, 23, 0, 300], dtype=torch.int32, device="cuda")
+    present = at >= origin[:, None]
+    whole = kernel.attention(query, key, value, causal=True, origin=origin)
+    present[2, 40:47] = present[3, 411] = False
+    prepared = kernel.prepare_key_mask(present, origin)
+    want = kernel.attention(query, key, value, causal=True, origin=origin, key_mask=prepared)
+    assert_same_bits(want[:2], whole[:2], "rows without holes")
+    causal = (at <= at[:, None])[None, None]
+    square = present[:, None, None] & causal
+    assert_same_bits(kernel.attention(query, key, value, causal=False, origin=origin, mask=square), want, "boolean")
+    hidden = ~present[:, None, :, None]
+    clean = key, value
+    key, value = (x.masked_fill(hidden, float("nan")) for x in (key, value))
+    for first, last in ((599, 600), (598, 600), (500, 513), (570, 600)):
+        part = query[:, :, first:last]
+        offset = torch.full((4,), first, dtype=torch.int32, device="cuda")
+        for name, mask in (("bool", present), ("prepared", prepared)):
+            call = dict(causal=True, query_offset=offset, origin=origin, key_mask=mask)
+            assert_same_bits(kernel.attention(part, key, value, **call), want[:, :, first:last], f"{name} {first}")
+            for row in range(4):
+                one = slice(row, row + 1)
+                own = {name: x[one] if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+                got = kernel.attention(part[one], key[one], value[one], **own)
+                assert_same_bits(got, want[one, :, first:last], f"{name} {first} row {row} alone")
+        got = kernel.attention(part, *clean, causal=False, origin=origin, mask=square[:, :, first:last])
+        assert_same_bits(got, want[:, :, first:last], f"boolean {first}")
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 64, 64), (8, 2, 128, 128)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], **by_name)
+def test_right_padding_hides_keys_from_queries_on_both_sides(kernel, assert_same_bits, dtype, shape):
+    """An encoder's batch: the end of a row's keys is part of its key mask."""
+    query_heads, kv_heads, dim, _ = shape
+    generator = torch.Generator("cuda").manual_seed(6)
+    lengths = [400, 1, 130, 256]
+    query = torch.randn(4, query_heads, 400, dim, generator=generator, device="cuda").to(dtype)
+    key, value = (torch.randn(4, kv_heads, 400, dim, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    present = torch.arange(400, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    got = kernel.attention(query, key, value, causal=False, key_mask=present)
+    for row, n in enumerate(lengths):
+        one = slice(row, row + 1)
+        alone = kernel.attention(query[one, :, :n], key[one, :, :n], value[one, :, :n], causal=False)
+        assert_same_bits(got[one, :, :n], alone, f"length {n}")
+
+
 @pytest.mark.parametrize("q_len", [1, 7, 600])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, **by_name)

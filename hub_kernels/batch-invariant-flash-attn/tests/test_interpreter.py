@@ -82,6 +82,7 @@ def test_kernel_computes_attention(module, shape, change, dtype):
             "origin": torch.tensor([3, -70][:batch], dtype=torch.int32),
             "key_mask": torch.rand(batch, kv_len, generator=generator) > 0.3,
         },
+        {"key_mask": torch.arange(kv_len) < torch.tensor([kv_len - 1, kv_len // 2 + 1][:batch])[:, None]},
         {"mask": torch.rand(1, 1, q_len, kv_len, generator=generator) > 0.5},
         {"mask": random(batch, heads, q_len, kv_len)},
     ]
@@ -93,6 +94,24 @@ def test_kernel_computes_attention(module, shape, change, dtype):
         for split in (False, True):
             got = module("_launch").launch_attention(query, key, value, **call, **(none | extra), split=split)
             assert (got.double() - exact).abs().max() < (3e-3 if dtype == torch.float16 else 2e-6), (extra, split)
+
+
+def test_rows_without_holes_are_as_good_as_unpadded_and_rows_with_holes_can_be_done_over(module):
+    """What the launch of the Hopper kernel leaves to the plain one."""
+    launch = module("_launch")
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(2, 1, length, 64, generator=generator).half() for length in (3, 260, 260))
+    present = torch.arange(260)[None] < torch.tensor([[250], [260]])
+    present[1, 100] = False
+    call = dict(causal=False, scale=0.125, softcap=0.0, sinks=None)
+    exact = exact_attention(query, key, value, call | dict(window_left=-1, window_right=-1), torch.zeros(2), present)
+    out = torch.full((2, 3, 1, 64), 7.0, dtype=torch.half)
+    whole = dict(sequences=2, q_len=3, kv_len=260, window=(-1, -1), key_mask=present, split=False)
+    tile = module("plan").Tile(16, warps=2, stages=2)
+    launch._launch(query, key, value, out, **call, **whole, tile=tile, only_holes=True)
+    assert (out[0] == 7.0).all() and (out[1].double() - exact[1]).abs().max() < 3e-3
+    launch._launch(query, key, value, out, **call, **whole, tile=tile)
+    assert (out.double() - exact).abs().max() < 3e-3
 
 
 def test_varlen_segments_are_attended_alone(module):

@@ -66,6 +66,20 @@ def test_cublaslt_and_triton_give_the_same_bits(kernel, module, monkeypatch, ass
     assert "cublaslt" in served
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 128), (1600, 64), (96, 32), (48, 16), (64, 8)], ids=str)
+def test_small_weights_have_the_same_bits_from_both_engines(
+    kernel, module, monkeypatch, assert_same_bits, shape, dtype
+):
+    """Here cuBLASLt has kernels that add eight products at a time; one draw of common numbers does not show it."""
+    for rows in [*range(1, 20), 33, 64, 128, 300]:
+        x, weight = module("selfcheck").cancelling(rows, *shape, dtype, torch.device("cuda"), seed=1234)
+        monkeypatch.setenv("HF_BATCHINV_ENGINE", "triton")
+        want = kernel.linear(x, weight)
+        monkeypatch.setenv("HF_BATCHINV_ENGINE", "auto")
+        assert_same_bits(kernel.linear(x, weight), want, f"{rows} rows")
+
+
 def test_cublaslt_in_a_captured_graph_has_the_bits_of_eager(kernel, module, assert_same_bits):
     x, weight, bias = operands(64, 4096, 4096, torch.bfloat16)
     want = kernel.linear(x, weight, bias)

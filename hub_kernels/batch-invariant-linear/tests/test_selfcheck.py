@@ -142,11 +142,23 @@ def test_the_self_check_has_products_of_nothing_but_rounding(module, dtype):
     """Exact products are 0 in float64; a change of order shows in what rounding leaves of them in float32."""
     x, weight = module("selfcheck").cancelling(40, 24, 681, dtype, torch.device("cpu"))
     assert x.shape == (40, 681) and weight.shape == (24, 681) and x.dtype == weight.dtype == dtype
-    exact = x.double() @ weight.double().t()
-    assert exact.abs().max() < 1e-12 * 681
+    exact, size = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+    assert (exact.abs() / size).max() < 1e-13
     products = (x.float()[:, None] * weight.float()[None]).unbind(-1)
     ascending, descending = (functools.reduce(torch.add, order) for order in (products, products[::-1]))
-    assert (ascending != descending).float().mean() > 0.5
+    assert (ascending.to(dtype) != descending.to(dtype)).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: str(dtype)[6:])
+def test_the_self_check_sees_a_matrix_unit_of_another_width_over_a_short_k(module, dtype):
+    """What float16 dropped and short sums hid: eight terms at a time instead of sixteen."""
+    x, weight = module("selfcheck").cancelling(16, 24, 64, dtype, torch.device("cpu"))
+    products = (x.double()[:, None] * weight.double()[None]).unflatten(2, (-1, 8)).sum(3)
+    eights = functools.reduce(lambda total, term: (total + term).float().double(), products.unbind(-1))
+    sixteens = functools.reduce(
+        lambda total, term: (total + term).float().double(), products.unflatten(2, (-1, 2)).sum(3).unbind(-1)
+    )
+    assert (eights.to(dtype) != sixteens.to(dtype)).float().mean() > 0.1
 
 
 # --- engine and plan ---

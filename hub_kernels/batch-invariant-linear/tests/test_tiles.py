@@ -4,18 +4,8 @@ import pytest
 import torch
 
 SHAPES = [(4096, 1024), (576, 576), (320, 1000), (257, 72), (8, 4096), (1, 17)]  # (N, K)
+CUDA = torch.device("cuda")
 HALF = [torch.float16, torch.bfloat16]
-
-
-def cancelling(rows, n, k, dtype):
-    """Operands whose exact products are 0: every output is rounding noise, so any change of order shows."""
-    generator = torch.Generator("cuda").manual_seed(3)
-    x = torch.randn(rows, k, device="cuda", generator=generator).to(dtype)
-    weight = torch.randn(n, k, device="cuda", generator=generator).to(dtype)
-    half = k // 2
-    x[:, half : 2 * half] = x[:, :half]
-    weight[:, half : 2 * half] = -weight[:, :half]
-    return x, weight
 
 
 @pytest.mark.gpu
@@ -25,7 +15,7 @@ def test_every_tile_gives_the_same_bits(module, assert_same_bits, shape, dtype):
     launch, plan = module("_launch"), module("plan")
     n, k = shape
     for rows in (1, 77, 300):
-        x, weight = cancelling(rows, n, k, dtype)
+        x, weight = module("selfcheck").cancelling(rows, n, k, dtype, CUDA)
         want = launch.launch_linear(x, weight, None)
         for tile in plan.all_tiles(k, dtype, launch.gpu_of(x.device)):
             if not launch.serves(tile, x, weight):
@@ -40,7 +30,7 @@ def test_every_tile_of_experts_gives_the_bits_of_linear(module, assert_same_bits
     launch, plan = module("_launch"), module("plan")
     n, k = shape
     for ends in ([3, 3, 50, 300], [0, 1, 2, 2], [0, 0, 0, 0], [300, 300, 300, 300]):
-        x, weight = cancelling(300, 4 * n, k, dtype)
+        x, weight = module("selfcheck").cancelling(300, 4 * n, k, dtype, CUDA)
         weight = weight.view(4, n, k)
         starts = [0, *ends[:-1]]
         parts = [launch.launch_linear(x[a:b], w, None) for a, b, w in zip(starts, ends, weight, strict=True)]
@@ -57,7 +47,7 @@ def test_every_tile_of_experts_gives_the_bits_of_linear(module, assert_same_bits
 def test_another_order_of_k_is_seen(assert_same_bits, module, dtype):
     """The control: the same operands with K reversed have other bits, so the test above can fail."""
     launch = module("_launch")
-    x, weight = cancelling(77, 320, 1000, dtype)
+    x, weight = module("selfcheck").cancelling(77, 320, 1000, dtype, CUDA)
     with pytest.raises(AssertionError):
         assert_same_bits(launch.launch_linear(x.flip(1), weight.flip(1), None), launch.launch_linear(x, weight, None))
 
@@ -87,7 +77,7 @@ def test_where_tiles_do_not_agree_one_tile_serves_every_number_of_rows(
     monkeypatch.setattr(module("selfcheck"), "tiles_agree", lambda dtype, device: False)
     pointer = launch._launch_pointer
     monkeypatch.setattr(launch, "_launch_pointer", lambda *args: used.append(args[-1]) or pointer(*args))
-    x, weight = cancelling(300, 512, 1024, dtype)
+    x, weight = module("selfcheck").cancelling(300, 512, 1024, dtype, CUDA)
     want = kernel.linear(x, weight)
     for rows in (1, 2, 16, 64, 129):
         assert_same_bits(kernel.linear(x[:rows], weight), want[:rows], f"{rows} rows")

@@ -31,7 +31,7 @@ def attention_kernel(
     part_state_ptr,  # (B, Hkv, row tiles * BLOCK_R, splits, 2) float32: maximum, sum
     sinks_ptr,  # (Hq,)
     mask_ptr,  # (B, Hq, Q, KV) with broadcast strides
-    key_mask_ptr,  # (B, KV)
+    key_mask_ptr,  # (B, 2 + KV) int32, see key_mask.py
     origin_ptr,  # (B,)
     query_offset_ptr,  # (B,)
     cu_query_ptr,  # (S + 1,)
@@ -78,6 +78,7 @@ def attention_kernel(
     SPLITS: tl.constexpr,  # contract.SPLIT_STRETCHES
     FULL: tl.constexpr,  # blocks that every row sees whole are walked without masks
     PDL: tl.constexpr,  # the combine kernel may start early
+    ONLY_HOLES: tl.constexpr,  # rows whose keys are one run were done by another kernel
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -104,6 +105,15 @@ def attention_kernel(
     query_offset = kv_len - q_len
     if QUERY_OFFSET:
         query_offset = tl.load(query_offset_ptr + batch)
+    key_mask_base = key_mask_ptr
+    holes = False
+    if KEY_MASK:
+        key_mask_base += batch.to(tl.int64) * stride_kmb
+        kv_len = tl.minimum(kv_len, tl.load(key_mask_base))
+        holes = tl.load(key_mask_base + 1) != 0
+        key_mask_base += 2
+        if ONLY_HOLES and not holes:
+            return
 
     rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     i = rows // GROUP
@@ -146,9 +156,6 @@ def attention_kernel(
     if MASK != 0:
         mask_base = mask_ptr + batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh
         mask_base += tl.minimum(i, q_len - 1).to(tl.int64) * stride_mm
-    key_mask_base = key_mask_ptr
-    if KEY_MASK:
-        key_mask_base = key_mask_ptr + batch.to(tl.int64) * stride_kmb
 
     m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     lanes = tl.zeros((BLOCK_R, LANES), tl.float32)
@@ -174,6 +181,8 @@ def attention_kernel(
         if WINDOW_LEFT:
             unseen = query_offset + last_i - window_left - origin
             full_begin = tl.maximum(full_begin, tl.cdiv(tl.maximum(unseen, 0), BLOCK_N))
+        if KEY_MASK:
+            full_end = tl.where(holes, first_block, full_end)
         full_begin = tl.minimum(full_begin, full_end)
     leading_end = full_begin if FULL else last_block
     state = (m, lanes, acc, m_total, weight_total, acc_total, split_end)
@@ -214,6 +223,7 @@ def attention_kernel(
                 v_base,
                 mask_base,
                 key_mask_base,
+                holes,
                 origin,
                 kv_len,
                 high,

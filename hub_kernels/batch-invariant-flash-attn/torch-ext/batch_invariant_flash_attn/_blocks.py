@@ -182,7 +182,8 @@ def masked_blocks(
     k_base,
     v_base,
     mask_base,  # (R,) pointers, if MASK
-    key_mask_base,
+    key_mask_base,  # the keys of the row's mask, if KEY_MASK
+    holes,  # whether any of them before kv_len is missing
     origin,
     kv_len,
     high,
@@ -237,7 +238,9 @@ def masked_blocks(
         j = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         real = (j < kv_len) & (j >= 0) & (j < origin + high)
         if KEY_MASK:
-            real = real & (tl.load(key_mask_base + j, mask=real, other=0) != 0)
+            # Never an 8-bit load: through it the compiler takes k and v for 8-bit operands, and a matrix unit of the
+            # older kind (`mma.sync`) then sums each 16 products in another order.
+            real = real & (tl.load(key_mask_base + j, mask=real & holes, other=1) != 0)
         k_rows = k_base + j.to(tl.int64)[:, None] * stride_kn
         if FLOAT32:
             # Short sums over parts of the head: one running sum over all of it would lose accuracy that shows.

@@ -5,6 +5,7 @@ import math
 import torch
 
 from .contract import DTYPES, HEAD_DIMS
+from .key_mask import HEADER, is_prepared
 
 DEVICES = ("cpu", "cuda", "xpu", "meta")
 MASK_DTYPES = (torch.bool, *DTYPES)
@@ -99,7 +100,7 @@ def check_per_row(op: str, name: str, tensor: torch.Tensor | None, query: torch.
 def check_masks(
     op: str, mask: torch.Tensor | None, key_mask: torch.Tensor | None, query: torch.Tensor, kv_len: int
 ) -> None:
-    """mask: (B|1, Hq|1, Q|1, KV) bool or floating; key_mask: (B, KV) bool."""
+    """mask: (B|1, Hq|1, Q|1, KV) bool or floating; key_mask: (B, KV) bool, or prepared."""
     batch, heads, q_len, _ = query.shape
     if mask is not None:
         if mask.dtype not in MASK_DTYPES or mask.device != query.device:
@@ -115,15 +116,16 @@ def check_masks(
                 f"got {tuple(mask.shape)}; give it 4 dimensions and the length of the keys"
             )
     if key_mask is not None:
-        if key_mask.dtype != torch.bool or key_mask.device != query.device:
+        prepared = is_prepared(key_mask)
+        if not (prepared or key_mask.dtype == torch.bool) or key_mask.device != query.device:
             raise TypeError(
                 f"{op}: expected key_mask to be bool on {query.device}, got {key_mask.dtype} on {key_mask.device}; "
                 "convert it (True means a real key)"
             )
-        if key_mask.shape != (batch, kv_len):
+        expected = (batch, HEADER + kv_len if prepared else kv_len)
+        if key_mask.shape != expected:
             raise ValueError(
-                f"{op}: expected key_mask of shape {(batch, kv_len)}, got {tuple(key_mask.shape)}; "
-                "give it one column per key"
+                f"{op}: expected key_mask of shape {expected}, got {tuple(key_mask.shape)}; give it one column per key"
             )
 
 

@@ -24,6 +24,7 @@ from ._cpu_products import BLOCK
 from ._cpu_scratch import scratch
 from ._dispatch import plain_torch
 from .contract import mask_floor
+from .key_mask import HEADER, is_prepared
 
 # Bytes of scores per thread that a tile aims at (they should stay in the second-level cache), and the most bytes that
 # the scores of one item may take before its tile gets lower.
@@ -83,6 +84,8 @@ def attention(
     """query (B, Hq, Q, D), key (B, Hkv, KV, D), value (B, Hkv, KV, Dv) -> (B, Q, Hq, Dv), new and contiguous."""
     batch, heads, q_len, _ = query.shape
     kv_len = key.shape[2]
+    if key_mask is not None and is_prepared(key_mask):
+        key_mask = key_mask[:, HEADER:].bool()
     if 0 in (batch, heads, q_len, kv_len, value.shape[-1]):
         return query.new_zeros(batch, q_len, heads, value.shape[-1])
     with plain_torch():

@@ -25,12 +25,13 @@ ROWS = gl.constexpr(128)
 @gluon.jit
 def _sequence(tensors, problem, batch, FLAGS: gl.constexpr):
     """Where a sequence's queries and keys lie: batch index, first query row, first key row, q_len, kv_len, origin and
-    the key at which query 0 stands.
+    the key at which query 0 stands. A row of a key mask with holes counts as one without keys.
     """
     ORIGIN: gl.constexpr = FLAGS[5]
     QUERY_OFFSET: gl.constexpr = FLAGS[6]
     VARLEN: gl.constexpr = FLAGS[7]
-    _, _, _, origin_ptr, query_offset_ptr, cu_query_ptr, cu_key_ptr = tensors
+    KEY_MASK: gl.constexpr = FLAGS[8]
+    _, _, _, origin_ptr, query_offset_ptr, cu_query_ptr, cu_key_ptr, key_mask_ptr = tensors
     q_len, kv_len, _, _, _, _, _, _ = problem
     query_row = batch * 0
     key_row = batch * 0
@@ -46,6 +47,9 @@ def _sequence(tensors, problem, batch, FLAGS: gl.constexpr):
     query_offset = kv_len - q_len
     if QUERY_OFFSET:
         query_offset = gl.load(query_offset_ptr + batch)
+    if KEY_MASK:
+        header = key_mask_ptr + batch.to(gl.int64) * (kv_len + 2)
+        kv_len = gl.where(gl.load(header + 1) != 0, 0, gl.minimum(kv_len, gl.load(header)))
     return batch, query_row, key_row, q_len, kv_len, origin, query_offset
 
 
@@ -255,7 +259,7 @@ def _attend_tile(
     SOFTCAP: gl.constexpr = FLAGS[3]
     SINKS: gl.constexpr = FLAGS[4]
     HALF_ROWS: gl.constexpr = ROWS // 2
-    query_ptr, out_ptr, sinks_ptr, _, _, _, _ = tensors
+    query_ptr, out_ptr, sinks_ptr, _, _, _, _, _ = tensors
     stride_qb, stride_qh, stride_qm = strides
     tile, kv_head, sequence, low, end, first_block, count = place
     batch, query_row, _, q_len, _, origin, query_offset = sequence
@@ -394,6 +398,7 @@ def hopper_attention_kernel(
     query_offset_ptr,  # (B,)
     cu_query_ptr,  # (S + 1,)
     cu_key_ptr,  # (S + 1,)
+    key_mask_ptr,  # (B, 2 + KV) int32, see key_mask.py
     q_len,
     kv_len,
     kv_heads,
@@ -416,6 +421,7 @@ def hopper_attention_kernel(
     ORIGIN: gl.constexpr,
     QUERY_OFFSET: gl.constexpr,
     VARLEN: gl.constexpr,
+    KEY_MASK: gl.constexpr,
     SPLITS: gl.constexpr,  # contract.SPLIT_STRETCHES
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
@@ -440,7 +446,7 @@ def hopper_attention_kernel(
     fence_async_shared()
 
     # gl.to_tensor: integers that are 1 arrive as constants, which cannot be handed to other warps.
-    tensors = (query_ptr, out_ptr, sinks_ptr, origin_ptr, query_offset_ptr, cu_query_ptr, cu_key_ptr)
+    tensors = (query_ptr, out_ptr, sinks_ptr, origin_ptr, query_offset_ptr, cu_query_ptr, cu_key_ptr, key_mask_ptr)
     strides = (gl.to_tensor(stride_qb), gl.to_tensor(stride_qh), gl.to_tensor(stride_qm))
     problem = (
         gl.to_tensor(q_len),
@@ -457,7 +463,7 @@ def hopper_attention_kernel(
     barriers = (k_ready, k_free, v_ready, v_free)
     programs = gl.num_programs(0)  # order-free: it deals out whole tiles
     tiles = gl.cdiv(row_tiles * all_heads, programs) * programs
-    FLAGS: gl.constexpr = (CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, SINKS, ORIGIN, QUERY_OFFSET, VARLEN)
+    FLAGS: gl.constexpr = (CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, SINKS, ORIGIN, QUERY_OFFSET, VARLEN, KEY_MASK)
     sizes: gl.constexpr = (FLAGS, SPLITS, STAGES, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_N)
     gl.warp_specialize(
         [

@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import contract, plan, selfcheck
 from ._attention_kernel import attention_kernel, combine_kernel
+from .key_mask import is_prepared, prepared
 
 LOG2E = math.log2(math.e)
 # The Hopper kernel is written in Triton's experimental dialect: only for releases that it was run with.
@@ -173,7 +174,9 @@ def _launch(
     cu_seqlens=None,
     tile=None,
     split=None,
+    only_holes=False,
 ):
+    """only_holes: leave rows alone whose key_mask has none."""
     if out.numel() == 0:
         return out
     query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
@@ -185,7 +188,7 @@ def _launch(
     kv_block = contract.attention_contract(**shape).kv_block
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
     # Small heads keep to the masked walk: with head_dim 16 the other one was seen to give wrong values on an H200.
-    full = mask is None and key_mask is None and query.dtype != torch.float32 and min(block_d, block_dv) >= 64
+    full = mask is None and query.dtype != torch.float32 and min(block_d, block_dv) >= 64
     descriptors = gpu.descriptors and full and _describable(key, block_d) and _describable(value, block_dv)
 
     if query_offset is None and window[0] >= kv_len - 1:
@@ -194,18 +197,11 @@ def _launch(
     if window[0] >= 0 and (causal or window[1] >= 0):
         span = min(kv_len, window[0] + max(window[1], 0) + q_len)
     splits = _most_splits(span, anywhere=origin is not None or window[0] >= 0)
+    problem = dict(rows=q_len * group, heads=sequences * kv_heads, splits=splits, split_bytes=(value_dim + 2) * 4)
     if tile is None:
         free = selfcheck.tiles_agree(device=query.device, **shape)
         full, descriptors = full and free, descriptors and free
-        tile, split = plan.attention_tile(
-            rows=q_len * group,
-            heads=sequences * kv_heads,
-            splits=splits,
-            split_bytes=(value_dim + 2) * 4,
-            plain=descriptors,
-            gpu=gpu,
-            **shape,
-        )
+        tile, split = plan.attention_tile(**problem, **shape, plain=descriptors, gpu=gpu)
         tile = tile if free else plan.only_tile(**shape)
     assert not tile.hopper or (descriptors and not split), tile
     row_tiles = triton.cdiv(q_len * group, tile.rows)
@@ -220,12 +216,12 @@ def _launch(
     if mask is not None:
         mask_kind = 1 if mask.dtype == torch.bool else 2
         floor = 0.0 if mask_kind == 1 else contract.mask_floor(mask.dtype)
-        mask = mask.view(torch.uint8) if mask_kind == 1 else mask
+        mask = mask.to(torch.int16) if mask_kind == 1 else mask  # see `masked_blocks`: no 8-bit load
         mask_strides = mask.expand(sequences, heads, q_len, kv_len).stride()
     else:
         mask_kind, floor, mask_strides = 0, 0.0, (0, 0, 0, 0)
     if key_mask is not None:
-        key_mask = _dense_last(key_mask).view(torch.uint8)
+        key_mask = (key_mask if is_prepared(key_mask) else prepared(key_mask, origin)).contiguous()
     cu_query, cu_key = cu_seqlens or (None, None)
 
     pdl = bool(split) and gpu.descriptors
@@ -250,6 +246,7 @@ def _launch(
             query_offset,
             cu_query,
             cu_key,
+            key_mask,
             q_len,
             kv_len,
             kv_heads,
@@ -269,12 +266,36 @@ def _launch(
             ORIGIN=origin is not None,
             QUERY_OFFSET=query_offset is not None,
             VARLEN=cu_seqlens is not None,
+            KEY_MASK=key_mask is not None,
             SPLITS=contract.SPLIT_STRETCHES,
             STAGES=tile.stages,
             num_warps=4,
             maxnreg=168,
         )
-        return out
+        if key_mask is None:
+            return out
+        # It takes no key mask but a run of keys; rows with holes are done over, all others end at once.
+        tile, _ = plan.attention_tile(**problem, **shape, plain=False, gpu=gpu)
+        return _launch(
+            query,
+            key,
+            value,
+            out,
+            sequences=sequences,
+            q_len=q_len,
+            kv_len=kv_len,
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            key_mask=key_mask,
+            origin=origin,
+            query_offset=query_offset,
+            tile=tile,
+            split=False,
+            only_holes=True,
+        )
     attention_kernel[(programs, splits if split else 1)](
         query,
         key,
@@ -324,6 +345,7 @@ def _launch(
         SPLITS=contract.SPLIT_STRETCHES,
         FULL=full,
         PDL=pdl,
+        ONLY_HOLES=only_holes,
         BLOCK_R=tile.rows,
         BLOCK_N=kv_block,
         BLOCK_D=block_d,

@@ -42,7 +42,8 @@ def attention(
     softcap: scores become softcap * tanh(score / softcap) before masks.
     sinks: (Hq,) one more logit per head in the softmax's denominator, without a value.
     mask: (B|1, Hq|1, Q|1, KV), bool (True: attend) or added to the scores; -inf and finfo.min hide a key.
-    key_mask: (B, KV) bool, False for keys that are not there; what they hold is never read as a number.
+    key_mask: (B, KV) bool, False for keys that are not there; what they hold is never read as a number. Or what
+        `prepare_key_mask` made of it, for this `origin`: the same bits, and the preparation once for many layers.
     origin: (B,) index of each row's first real key, from which its blocks of keys are counted: two layouts of one
         sequence (left-padded or not) give the same bits if this points at the same key. Negative where keys were
         cropped away in front. Keys before it are hidden. 0 if None.

@@ -23,16 +23,14 @@ def gpu_of(device: torch.device) -> plan.Gpu:
     )
 
 
-def _choose_tile(x: torch.Tensor, rows: int, n: int, descriptors: bool) -> plan.Tile:
-    k = x.shape[-1]
+def _choose_tile(x: torch.Tensor, rows: int, n: int, k: int, descriptors: bool) -> plan.Tile:
     if not selfcheck.tiles_agree(x.dtype, x.device):
         return plan.only_tile(k, x.dtype)
     return plan.linear_tile(rows=rows, n=n, k=k, dtype=x.dtype, descriptors=descriptors, gpu=gpu_of(x.device))
 
 
-def _order(n: int, k: int, dtype: torch.dtype, tile: plan.Tile, gpu: plan.Gpu) -> dict:
-    """What the contract of a weight tells the kernels."""
-    order = contract.linear_contract(n=n, k=k, dtype=dtype)
+def _order(order: contract.LinearContract, k: int, tile: plan.Tile, gpu: plan.Gpu) -> dict:
+    """What a contract tells the kernels."""
     assert not order.compensated or (tile.k == order.k_chunk and not tile.tma), (order, tile)
     return dict(
         COMPENSATED=order.compensated,
@@ -105,9 +103,10 @@ def launch_linear(
         if product is not None:
             product(x, weight, bias, y)
             return y
-        tile = _choose_tile(x, rows, n, _describable(x, weight))
+        tile = _choose_tile(x, rows, n, k, _describable(x, weight))
     if not tile.tma:
-        return _launch_pointer(x[None], weight[None], bias, y[None], tile)[0]
+        order = contract.linear_contract(n=n, k=k, dtype=x.dtype)
+        return _launch_pointer(x[None], weight[None], bias, y[None], order, tile)[0]
     programs = min(gpu_of(x.device).multiprocessors, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n))
     linear_tma_kernel[(programs,)](
         _descriptor(x, tile.m, tile.k),
@@ -134,11 +133,11 @@ def launch_bmm(x: torch.Tensor, y: torch.Tensor, tile: plan.Tile | None = None) 
     out = torch.empty((batch, rows, y.shape[2]), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or _choose_tile(x, rows, y.shape[2], descriptors=False)
-    return _launch_pointer(x, y.transpose(1, 2), None, out, tile)
+    tile = tile or _choose_tile(x, rows, y.shape[2], contract.SHORT_K, descriptors=False)
+    return _launch_pointer(x, y.transpose(1, 2), None, out, contract.bmm_contract(dtype=x.dtype), tile)
 
 
-def _launch_pointer(x, weight, bias, y, tile: plan.Tile) -> torch.Tensor:
+def _launch_pointer(x, weight, bias, y, order: contract.LinearContract, tile: plan.Tile) -> torch.Tensor:
     batch, rows, k = x.shape
     n = weight.shape[1]
     grid = (batch * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)
@@ -154,7 +153,7 @@ def _launch_pointer(x, weight, bias, y, tile: plan.Tile) -> torch.Tensor:
         *weight.stride(),
         HAS_BIAS=bias is not None,
         SWAP=tile.swap,
-        **_order(n, k, x.dtype, tile, gpu_of(x.device)),
+        **_order(order, k, tile, gpu_of(x.device)),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -206,7 +205,7 @@ def launch_grouped_linear(
         *x.stride(),
         *weight.stride(),
         SWAP=tile.swap,
-        **_order(n, k, x.dtype, tile, gpu_of(x.device)),
+        **_order(contract.linear_contract(n=n, k=k, dtype=x.dtype), k, tile, gpu_of(x.device)),
         **sizes,
     )
     return y

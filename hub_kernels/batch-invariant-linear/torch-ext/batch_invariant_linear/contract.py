@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import torch
 
 # Raised when the bits of any op in this package change on purpose.
-NUMERICS_VERSION = 2
+NUMERICS_VERSION = 3
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# Up to here float32 products need no matrix unit.
+SHORT_K = 256
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
     assert dtype in DTYPES, dtype
     if dtype != torch.float32:
         return LinearContract(k_chunk=k)
-    if k <= 256:
+    if k <= SHORT_K:
         return LinearContract(k_chunk=16, compensated=True)
     return LinearContract(k_chunk=32, compensated=True, parts=3)
+
+
+def bmm_contract(*, dtype: torch.dtype) -> LinearContract:
+    """The contract of a batched product, whatever its K: that may be a number of keys, which padding changes."""
+    return linear_contract(n=1, k=SHORT_K, dtype=dtype)

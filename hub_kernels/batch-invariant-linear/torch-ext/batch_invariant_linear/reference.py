@@ -5,14 +5,18 @@ Within one chunk the hardware's order rules, so compare bits with the op itself,
 
 import torch
 
-from .contract import linear_contract
+from .contract import LinearContract, bmm_contract, linear_contract
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (M, K), weight (N, K), bias (N,) -> (M, N): chunks of K from left to right in float32, one rounding."""
     n, k = weight.shape
-    order = linear_contract(n=n, k=k, dtype=x.dtype)
-    y = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
+    return _linear(x, weight, bias, linear_contract(n=n, k=k, dtype=x.dtype))
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, order: LinearContract) -> torch.Tensor:
+    k = weight.shape[1]
+    y = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     lost = torch.zeros_like(y)  # what rounding took from y
     for start in range(0, k, order.k_chunk):
         part = slice(start, start + order.k_chunk)
@@ -46,8 +50,9 @@ def _three_parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def bmm_reference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x (B, M, K), y (B, K, N) -> (B, M, N): each item is a linear with weight y.T."""
-    return torch.stack([linear_reference(a, b.t()) for a, b in zip(x, y, strict=True)])
+    """x (B, M, K), y (B, K, N) -> (B, M, N): each item is a linear with weight y.T, in the order of a short K."""
+    order = bmm_contract(dtype=x.dtype)
+    return torch.stack([_linear(a, b.t(), None, order) for a, b in zip(x, y, strict=True)])
 
 
 def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
