@@ -1,6 +1,6 @@
 """Print the README's cost table, made from the committed result files of `hf-batchinv bench`.
 
-python hub_kernels/cost_table.py         bfloat16, beside what a stock model calls
+python hub_kernels/cost_table.py         bfloat16, and linear in float32, beside what a stock model calls
 python hub_kernels/cost_table.py --all   every dtype and every peer
 """
 
@@ -26,6 +26,11 @@ def load_results() -> tuple[dict, list[dict]]:
     return machines[0], sorted(rows, key=lambda row: OPS.index(row["op"]))
 
 
+def _shown(line) -> bool:
+    """What the README shows: what runs by default, beside what a stock model calls."""
+    return line.peer != NOSPLIT and (line.dtype == "bfloat16" or (line.dtype, line.op) == ("float32", "linear"))
+
+
 def cost_table(everything: bool = False) -> str:
     """The table in Markdown: our speed as a share of stock's, geometric mean and range over the cases of a line."""
     machine, rows = load_results()
@@ -37,10 +42,10 @@ def cost_table(everything: bool = False) -> str:
         "|---|---|---|---|---|---|",
     ]
     for line in lines(rows):
-        if not everything and (line.dtype != "bfloat16" or line.peer == NOSPLIT):
+        if not everything and not _shown(line):
             continue
         assert not line.broken, f"bits differ in {line}: no speed is stated"
-        name = f"{line.op}, {line.group}" + (f", {line.dtype}" if everything else "")
+        name = f"{line.op}, {line.group}" + (f", {line.dtype}" if everything or line.dtype == "float32" else "")
         target = "" if line.target is None else f"{line.target:.2f}"
         spread = f"{line.worst:.2f} ... {line.best:.2f}"
         text.append(f"| {name} | {line.peer} | {line.mean:.2f} | {spread} | {line.cases} | {target} |")

@@ -192,17 +192,18 @@ def test_triton_is_preferred_for_many_waves_of_the_largest_tile_only(module):
     plan = module("plan")
     hopper = plan.Gpu(capability=(9, 0), multiprocessors=132)
     few, many = plan.TRITON_FROM_ROWS - 1, plan.TRITON_FROM_ROWS
-    assert not plan.prefers_triton(rows=few, n=10**6, gpu=hopper)
-    assert plan.prefers_triton(rows=many, n=10**6, gpu=hopper)
+    assert not plan.prefers_triton(rows=few, n=10**6, k=4096, gpu=hopper)
+    assert plan.prefers_triton(rows=many, n=10**6, k=4096, gpu=hopper)
+    assert not plan.prefers_triton(rows=many, n=10**6, k=576, gpu=hopper)
     largest = module("tiles").TUNED[9, 0].many_tma[-1]
     programs = plan.TRITON_FROM_WAVES * hopper.multiprocessors
     columns = -(-programs // (8192 // largest.m))
-    assert plan.prefers_triton(rows=8192, n=columns * largest.n, gpu=hopper)
-    assert not plan.prefers_triton(rows=8192, n=(columns - 1) * largest.n, gpu=hopper)
+    assert plan.prefers_triton(rows=8192, n=columns * largest.n, k=4096, gpu=hopper)
+    assert not plan.prefers_triton(rows=8192, n=(columns - 1) * largest.n, k=4096, gpu=hopper)
 
 
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 6), (10, 0)], ids=str)
 def test_triton_is_not_preferred_where_no_tile_uses_descriptors(module, capability):
     plan = module("plan")
     gpu = plan.Gpu(capability=capability, multiprocessors=100)
-    assert not plan.prefers_triton(rows=10**5, n=10**5, gpu=gpu)
+    assert not plan.prefers_triton(rows=10**5, n=10**5, k=4096, gpu=gpu)

@@ -74,7 +74,7 @@ def _second_engine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     """cuBLASLt's product where it may serve, else None. Where it may, it was never slower than our tiles by much."""
     if x.device.type != "cuda" or x.dtype == torch.float32 or plan.engine() != "auto":
         return None
-    if plan.prefers_triton(rows=x.shape[0], n=weight.shape[0], gpu=gpu_of(x.device)):
+    if plan.prefers_triton(rows=x.shape[0], n=weight.shape[0], k=x.shape[1], gpu=gpu_of(x.device)):
         return None
     product = _cublaslt.product(x, weight, bias)
     return product if product is not None and selfcheck.admits(product, x, weight, bias) else None

@@ -16,6 +16,8 @@ ENGINES = ("auto", "triton")
 # Launches of so many waves of the largest tile are as fast on our tiles as on cuBLASLt, or faster.
 TRITON_FROM_ROWS = 1024
 TRITON_FROM_WAVES = 4
+# A program with less of K to walk is mostly its beginning and end.
+TRITON_FROM_K = 1024
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ def engine() -> str:
     return name
 
 
-def prefers_triton(*, rows: int, n: int, gpu: Gpu) -> bool:
+def prefers_triton(*, rows: int, n: int, k: int, gpu: Gpu) -> bool:
     """Whether our tiles are at least as fast as cuBLASLt."""
     largest = tiles.TUNED.get(gpu.capability, tiles.DEFAULT).many_tma[-1:]
-    if rows < TRITON_FROM_ROWS or not largest:
+    if rows < TRITON_FROM_ROWS or k < TRITON_FROM_K or not largest:
         return False
     programs = -(-rows // largest[0].m) * -(-n // largest[0].n)
     return programs >= TRITON_FROM_WAVES * gpu.multiprocessors
