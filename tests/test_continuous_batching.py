@@ -10,6 +10,7 @@ import transformers
 from transformers import AttentionInterface, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import hf_batchinv
 from hf_batchinv import continuous_batching, hooks, paged
@@ -117,14 +118,14 @@ def assert_as_alone(got: Results, want: Results, order: list[int] | None = None)
     assert want.rows <= got.rows
 
 
-# name -> settings. With 256 tokens the prompts do not fit into one step, with 16 every long one is cut; 8 blocks hold
+# name -> settings. With 256 tokens the prompts do not fit into one step, with 16 every long one is cut; 12 blocks hold
 # one or two requests at a time; 4 is the smallest page.
 LOADS = {
     "all at once": {"max_batch_tokens": 512},
     "chunks of 256": {"max_batch_tokens": 256},
     "chunks of 16": {"max_batch_tokens": 16},
     "two at a time": {"max_requests_per_batch": 2},
-    "few blocks": {"num_blocks": 8, "max_batch_tokens": 64},
+    "few blocks": {"num_blocks": 12, "max_batch_tokens": 64},
     "no shared prefixes": {"allow_block_sharing": False, "max_batch_tokens": 48},
     "pages of 4": {PAGE: 4, "num_blocks": 256, "max_batch_tokens": 70},
     "pages of 64": {PAGE: 64, "num_blocks": 32, "max_batch_tokens": 70},
@@ -170,6 +171,23 @@ def test_request_that_arrives_later_and_finds_a_warm_cache_has_the_same_bits(fam
         shared = getattr(manager.batch_processor.cache, "_total_prefix_length", None)
     if family == "llama" and shared is not None:  # only models without sliding layers share prefixes
         assert shared > 0
+
+
+def test_request_that_was_put_out_and_started_again_has_the_same_bits(monkeypatch):
+    """Two requests that fit when they begin and not when they end: one loses its cache and is computed anew."""
+    put_out = []
+    offload = OffloadingManager.offload_requests
+    monkeypatch.setattr(
+        OffloadingManager, "offload_requests", lambda self: put_out.append(offload(self)) or put_out[-1]
+    )
+    long = GenerationConfig(**{**GREEDY, "max_new_tokens": 60}, eos_token_id=-1)
+    several = [prompts()[i] for i in (1, 3)]
+    want = [run(model("llama"), [prompt], long) for prompt in several]
+    assert not put_out
+    got = run(model("llama"), several, long, num_blocks=8, safety_margin=0.0)
+    assert any(put_out)
+    assert got.tokens == [one.tokens[0] for one in want]
+    assert got.logprobs == [one.logprobs[0] for one in want]
 
 
 def test_stock_model_fails_the_same_comparison():
