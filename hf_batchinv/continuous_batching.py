@@ -115,7 +115,7 @@ def _init(original, self, *args, **kwargs):
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments
     model = given.get("model")
     if isinstance(model, PreTrainedModel) and conversion.is_converted(model):
-        _refuse_compilation(model, given.get("generation_config"), given.get("continuous_batching_config"))
+        _check_settings(model, given.get("generation_config"), given.get("continuous_batching_config"))
     return original(self, *args, **kwargs)
 
 
@@ -150,17 +150,24 @@ def _kind(switch) -> str:
     return _KNOWN[looks]
 
 
-def _refuse_compilation(model, generation_config, continuous_batching_config) -> None:
-    settings = [
+def _check_settings(model, generation_config, continuous_batching_config) -> None:
+    compilers = [
         (continuous_batching_config, "varlen_compile_config"),
         (continuous_batching_config, "decode_compile_config"),
         (continuous_batching_config, "default_compile_level"),
         (generation_config, "compile_config"),
         (model.config.get_text_config(), "compile_config"),
     ]
-    for owner, name in settings:
+    for owner, name in compilers:
         if value := getattr(owner, name, None):
             raise ValueError(
                 "continuous batching would compile a converted model with Inductor, which drops roundings, "
+                f"got {name}={value!r}; leave it out"
+            )
+    for name in ("use_cuda_graph", "q_padding_interval_size", "kv_padding_interval_size"):
+        value = getattr(continuous_batching_config, name, None)
+        if any(value) if isinstance(value, tuple) else value:
+            raise ValueError(
+                "continuous batching of a converted model was not tried with CUDA graphs, "
                 f"got {name}={value!r}; leave it out"
             )

@@ -63,7 +63,7 @@ class Results:
 
 def row_bits(logits: torch.Tensor) -> set[bytes]:
     """logits (..., vocabulary)."""
-    return {row.numpy().tobytes() for row in bits(logits.float()).flatten(0, -2)}
+    return {row.numpy().tobytes() for row in bits(logits.float().cpu()).flatten(0, -2)}
 
 
 def logprob_bits(value: float) -> int:
@@ -217,6 +217,22 @@ def test_origin_of_a_cropped_cache_is_what_keeps_the_bits(family, monkeypatch):
     assert not want <= run(model(family), requests).rows
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_request_has_the_bits_of_generate_alone_on_a_gpu(family, dtype):
+    on_gpu = hf_batchinv.convert(make(family, dtype, max_position_embeddings=1024, **FAMILIES[family]).cuda())
+    on_gpu.generation_config.eos_token_id = None
+    settings = dict(GREEDY, output_logits=True, return_dict_in_generate=True)
+    want = set()
+    for prompt in prompts():
+        ids = torch.tensor([prompt], device="cuda")
+        out = on_gpu.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        want |= row_bits(torch.cat(out.logits))
+    for load in LOADS.values():
+        assert want <= run(on_gpu, prompts(), **load).rows
+
+
 def test_model_runs_as_before_afterwards_and_again():
     for _ in range(2):
         before = model("llama").config._attn_implementation
@@ -278,21 +294,24 @@ def test_uninstall_gives_the_stock_methods_back():
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "message"),
     [
-        {"default_compile_level": 1},
-        {"varlen_compile_config": transformers.CompileConfig()},
-        {"decode_compile_config": transformers.CompileConfig()},
+        ({"default_compile_level": 1}, "drops roundings, got default_compile_level=1"),
+        ({"varlen_compile_config": transformers.CompileConfig()}, "drops roundings, got varlen_compile_config"),
+        ({"decode_compile_config": transformers.CompileConfig()}, "drops roundings, got decode_compile_config"),
+        ({"use_cuda_graph": (False, True)}, "not tried with CUDA graphs, got use_cuda_graph"),
+        ({"q_padding_interval_size": 8}, "not tried with CUDA graphs, got q_padding_interval_size=8"),
     ],
-    ids=lambda settings: next(iter(settings)),
+    ids=lambda settings: next(iter(settings)) if isinstance(settings, dict) else "",
 )
-def test_compilation_by_inductor_is_refused(settings):
-    with pytest.raises(ValueError, match=f"drops roundings, got {next(iter(settings))}"):
+def test_compilation_and_graphs_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         run(model("llama"), prompts()[:1], **settings)
     assert model("llama").config._attn_implementation == ATTENTION_NAME
+    assert run(model("llama"), prompts()[:1], use_cuda_graph=False).tokens == alone("llama").tokens[:1]
 
 
-def test_converted_model_under_another_attention_is_refused(monkeypatch):
+def test_converted_model_under_another_attention_is_refused():
     ours = hf_batchinv.convert(make("llama"))
     ours.config._attn_implementation_internal = "sdpa"
     with pytest.raises(ValueError, match="needs attn_implementation='batch_invariant', got 'sdpa'"):
