@@ -125,7 +125,7 @@ LOADS = {
     "chunks of 256": {"max_batch_tokens": 256},
     "chunks of 16": {"max_batch_tokens": 16},
     "two at a time": {"max_requests_per_batch": 2},
-    "few blocks": {"num_blocks": 12, "max_batch_tokens": 64},
+    "no graphs, few blocks": {"use_cuda_graph": False, "num_blocks": 12, "max_batch_tokens": 64},
     "no shared prefixes": {"allow_block_sharing": False, "max_batch_tokens": 48},
     "pages of 4": {PAGE: 4, "num_blocks": 256, "max_batch_tokens": 70},
     "pages of 64": {PAGE: 64, "num_blocks": 32, "max_batch_tokens": 70},
@@ -308,7 +308,6 @@ def test_compilation_and_graphs_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         run(model("llama"), prompts()[:1], **settings)
     assert model("llama").config._attn_implementation == ATTENTION_NAME
-    assert run(model("llama"), prompts()[:1], use_cuda_graph=False).tokens == alone("llama").tokens[:1]
 
 
 def test_converted_model_under_another_attention_is_refused():
