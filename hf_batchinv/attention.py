@@ -8,6 +8,7 @@ import torch
 
 from . import hub
 from .mask import BatchInvariantMask, visible_and_origin
+from .paged import read_cache, requests_pattern
 
 _flash_attn = hub.load("flash-attn")
 
@@ -16,7 +17,6 @@ _UNSUPPORTED_KEYWORDS = {
     "indices": "sparse attention indices",
     "block_indices": "sparse attention block indices",
     "block_table": "a paged key/value cache",
-    "cache": "a cache to be updated by the attention function",
 }
 
 
@@ -53,7 +53,9 @@ def batch_invariant_attention(
         sliding_window: read only if there is no mask; a mask knows its own window.
         s_aux, sinks: (Hq,) attention sink logits (two names of one thing).
         position_bias: (1 or B, Hq, Q, KV), added to the scores.
-        cu_seq_lens_q, cu_seq_lens_k: (S + 1,) bounds of packed documents in a batch of 1.
+        cu_seq_lens_q, cu_seq_lens_k: (S + 1,) bounds of packed documents in a batch of 1. With read_index among the
+            keywords they are the requests of continuous batching (see `paged`), with the new keys alone if its cache
+            comes too.
         kwargs: what else a model passes; ignored, save for parts of the computation that are refused by name.
 
     Returns (B, Q, Hq, Dv), contiguous, and None for the attention weights.
@@ -63,8 +65,13 @@ def batch_invariant_attention(
     """
     _check(module, query, dropout, output_attentions, kwargs)
     sinks = _one_of(s_aux, sinks, query)
+    if (cache := kwargs.pop("cache", None)) is not None:
+        kwargs.update(cu_seq_lens_k=cu_seq_lens_k, max_length_k=max_length_k)
+        key, value = read_cache(cache, module, key, value, kwargs)
+        cu_seq_lens_k, max_length_k = kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
+    is_paged = kwargs.get("read_index") is not None
     call = {"scale": scaling, "softcap": softcap or 0.0, "sinks": sinks}
-    if isinstance(attention_mask, BatchInvariantMask):
+    if isinstance(attention_mask, BatchInvariantMask) and not is_paged:
         _check_lengths(attention_mask, query, key)
         attention_mask = attention_mask.for_batch(key.shape[0])
     query = query.expand(key.shape[0], -1, -1, -1)
@@ -75,11 +82,17 @@ def batch_invariant_attention(
                 "packed documents need both cu_seq_lens_q and cu_seq_lens_k, a batch of 1 and no position_bias, got "
                 f"batch {query.shape[0]}; pass a padded batch with an attention mask instead"
             )
-        causal, window = _packed_pattern(module, attention_mask, is_causal, sliding_window, query, key)
+        origin = None
+        if is_paged:
+            causal, window, origin = requests_pattern(
+                module, attention_mask, sliding_window, kwargs.get("position_ids"), cu_seq_lens_q, cu_seq_lens_k
+            )
+        else:
+            causal, window = _packed_pattern(module, attention_mask, is_causal, sliding_window, query, key)
         longest_q = _longest(cu_seq_lens_q) if max_length_q is None else max_length_q
         longest_k = _longest(cu_seq_lens_k) if max_length_k is None else max_length_k
         bounds = (cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k)
-        return _attend_documents(query, key, value, bounds, causal=causal, window=window, **call), None
+        return _attend_documents(query, key, value, bounds, causal=causal, window=window, origin=origin, **call), None
 
     if attention_mask is None:
         causal, window = _pattern_without_mask(module, is_causal, sliding_window, query, key)

@@ -1,9 +1,9 @@
 """Make `attn_implementation="batch_invariant"` do the whole job, wherever Transformers takes it.
 
 Importing hf_batchinv wraps `from_pretrained`, `_from_config`, `set_attn_implementation` and `set_use_kernels` of
-PreTrainedModel, and the question whether `generate` should compile, once. A model whose attention is "batch_invariant"
-is converted when loading has ended, after accelerate has placed its hooks; any other model goes through the stock code
-and nothing else.
+PreTrainedModel, the question whether `generate` should compile, and what `continuous_batching` needs, once. A model
+whose attention is "batch_invariant" is converted when loading has ended, after accelerate has placed its hooks; any
+other model goes through the stock code and nothing else.
 
 A second, inert hook sees modules being registered. If a submodule is put into a converted model (an adapter, a resized
 head), it is converted too, so that no stock layer gets in unseen.
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks, register_module_module_registration_hook
 from transformers import GenerationMixin, PreTrainedModel
 
-from . import conversion
+from . import continuous_batching, conversion
 from .dispatch import ATTENTION_NAME
 from .errors import Problem, UnsupportedModelError
 
@@ -49,6 +49,7 @@ def install() -> None:
     _wrap_method("set_attn_implementation", _set_attn_implementation)
     _wrap_method("set_use_kernels", _set_use_kernels)
     _wrap_method("_valid_auto_compile_criteria", _valid_auto_compile_criteria, GenerationMixin)
+    continuous_batching.install()
     if _convert_new_submodule not in _global_module_registration_hooks.values():
         register_module_module_registration_hook(_convert_new_submodule)
 

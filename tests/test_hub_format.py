@@ -352,6 +352,33 @@ class TestHubString:
             finished = model(out.sequences).logits[0, 4:-1]
         assert same_bits(torch.cat(out.logits), finished)
 
+    def test_request_of_continuous_batching_has_the_bits_of_generate_alone(self, family):
+        from transformers import GenerationConfig
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        model, rows = _borrow_layers(_tiny(family)), []
+        random = torch.Generator().manual_seed(8)
+        prompts = [torch.randint(2, 99, (length,), generator=random).tolist() for length in (5, 40, 90)]
+        prompts.append(prompts[2][:70])  # begins with pages of another request
+        greedy = dict(max_new_tokens=5, do_sample=False)
+        alone = [
+            model.generate(
+                torch.tensor([prompt]), **greedy, output_logits=True, return_dict_in_generate=True, eos_token_id=None
+            )
+            for prompt in prompts
+        ]
+        model.register_forward_hook(lambda *arguments: rows.extend(arguments[-1].logits[0]))
+        for tokens in (16, 256):
+            rows.clear()
+            config = ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=tokens)
+            with torch.no_grad():
+                outputs = model.generate_batch(prompts, GenerationConfig(**greedy, eos_token_id=-1), config).values()
+            got = [output.generated_tokens for output in outputs]
+            assert got == [out.sequences[0, -5:].tolist() for out in alone]
+            for out in alone:
+                for step in out.logits:
+                    assert any(same_bits(step[0], row) for row in rows)
+
 
 # --- what the builder refuses (on a toy package) ---
 

@@ -11,6 +11,7 @@ from hf_batchinv.smollm2 import find_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -31,15 +32,26 @@ def test_test_command_is_the_one_of_ci():
     assert command in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-@pytest.mark.slow
-def test_proof_runs_and_prints_what_it_says():
-    (code,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+def run_block(code: str) -> list[str]:
+    """Run a code block of the README; return the lines that it prints."""
     assert HUB_NAME in code
     code = code.replace(HUB_NAME, find_smollm2())  # the Hub need not be reachable here
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    stock, converted = run.stdout.strip().splitlines()
+    return run.stdout.strip().splitlines()
+
+
+@pytest.mark.slow
+def test_proof_runs_and_prints_what_it_says():
+    proof, _ = BLOCKS
+    stock, converted = run_block(proof)
     values = r"values that depend on the batch: (\d+) of (\d+)"
     assert int(re.fullmatch(f"sdpa {values}", stock)[1]) > 0
     assert int(re.fullmatch(f"batch_invariant {values}", converted)[1]) == 0
     assert converted in README
+
+
+@pytest.mark.slow
+def test_request_of_continuous_batching_has_the_bits_of_one_alone():
+    _, batching = BLOCKS
+    assert run_block(batching) == ["True"] * 3

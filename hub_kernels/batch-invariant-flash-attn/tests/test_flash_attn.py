@@ -122,7 +122,6 @@ def test_signatures_name_every_parameter_that_transformers_looks_for(kernel):
         dict(dropout_p=0.1),
         dict(alibi_slopes=torch.ones(4)),
         dict(return_attn_probs=True),
-        dict(block_table=torch.zeros(1, 1, dtype=torch.int32)),
     ],
     ids=lambda refused: next(iter(refused)),
 )
@@ -131,9 +130,8 @@ def test_what_is_not_done_is_refused(kernel, refused):
     name = next(iter(refused))
     with pytest.raises(ValueError, match=f"flash_attn_varlen_func: expected {name}"):
         kernel.flash_attn_varlen_func(*arguments, **refused)
-    if name != "block_table":
-        with pytest.raises(ValueError, match=f"flash_attn_func: expected {name}"):
-            kernel.flash_attn_func(*(x[None] for x in arguments[:3]), **refused)
+    with pytest.raises(ValueError, match=f"flash_attn_func: expected {name}"):
+        kernel.flash_attn_func(*(x[None] for x in arguments[:3]), **refused)
 
 
 def test_deterministic_changes_nothing(kernel, assert_same_bits):

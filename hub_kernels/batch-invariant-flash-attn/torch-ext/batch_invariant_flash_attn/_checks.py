@@ -145,6 +145,19 @@ def check_cu_seqlens(op: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Te
         )
 
 
+def check_origins(op: str, origin: torch.Tensor, cu_seqlens: torch.Tensor, causal: bool) -> None:
+    """origin: integers (S,), one for each sequence that cu_seqlens bounds."""
+    sequences = cu_seqlens.numel() - 1
+    fits = origin.shape == (sequences,) and origin.dtype in (torch.int32, torch.int64)
+    if not fits or origin.device != cu_seqlens.device:
+        raise ValueError(
+            f"{op}: expected origin to be an integer tensor of shape ({sequences},) on {cu_seqlens.device}, "
+            f"got {tuple(origin.shape)}, {origin.dtype}, {origin.device}; pass one int32 per sequence"
+        )
+    if not causal:
+        raise ValueError(f"{op}: expected causal=True with origin, got {causal}; call attention for each sequence")
+
+
 def no_backward(op: str):
     """An autograd formula that raises: the ops have no backward, and the reason should be readable."""
 

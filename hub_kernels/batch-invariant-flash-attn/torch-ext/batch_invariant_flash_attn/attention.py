@@ -6,6 +6,7 @@ from ._checks import (
     check_cu_seqlens,
     check_masks,
     check_operands,
+    check_origins,
     check_per_row,
     check_scalars,
     check_sinks,
@@ -13,6 +14,7 @@ from ._checks import (
 )
 from ._dispatch import device_of, runs_directly
 from ._ops import add_op_namespace_prefix
+from ._paged import attend_from_origins
 
 
 def attention(
@@ -92,6 +94,7 @@ def attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    origin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention` of sequences packed one after the other, with the bits that each would have alone.
 
@@ -99,6 +102,10 @@ def attention_varlen(
     (sequences + 1,), cumulative lengths; max_seqlen_q and max_seqlen_k: the longest of each. `causal` and `window`
     count from the bottom right corner of each sequence. Tokens after the last sequence give zeros. The rest is as in
     `attention`.
+
+    origin: (sequences,) index of each sequence's first key among its packed ones, negative where a sliding cache has
+        dropped it, so that the rest has the bits of the whole; 0 if None. Only with causal=True; reads the lengths back
+        from the device unless max_seqlen_q is 1.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
@@ -110,6 +117,11 @@ def attention_varlen(
     check_cu_seqlens("attention_varlen", cu_seqlens_q, cu_seqlens_k, query)
     scale = check_scalars("attention_varlen", scale, window, softcap, query.shape[-1])
     check_sinks("attention_varlen", sinks, query, query.shape[1])
+    if origin is not None:
+        check_origins("attention_varlen", origin, cu_seqlens_q, causal)
+        lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+        options = dict(causal=True, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return attend_from_origins(query, key, value, *lengths, origin, **options)
     tensors = (query, key, value, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
     settings = (int(max_seqlen_q), int(max_seqlen_k), bool(causal), scale, int(window[0]), int(window[1]))
     arguments = (*tensors, *settings, float(softcap), sinks)

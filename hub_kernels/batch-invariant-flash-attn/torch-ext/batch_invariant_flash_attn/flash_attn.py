@@ -6,6 +6,8 @@ not do is refused.
 
 import torch
 
+from ._checks import check_cu_seqlens
+from ._paged import check_pages, page_rows
 from .attention import attention, attention_varlen
 
 
@@ -65,14 +67,27 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     """q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), packed -> (Tq, Hq, Dv).
 
-    Each sequence gets the bits that `flash_attn_func` gives it alone. Raises as `flash_attn_func` does, and ValueError
-    for a paged cache.
+    Each sequence gets the bits that `flash_attn_func` gives it alone.
+
+    block_table: integers (S, blocks); k and v are then paged caches (blocks, page size, Hkv, D) and (..., Dv), in which
+        the key at position p of sequence s is row p % page size of block block_table[s, p // page size]. Copies
+        S * max_seqlen_k rows out of each; any table and page size give the bits of packed keys.
+
+    Raises as `flash_attn_func` does, and ValueError for a table that does not fit.
     """
     _refuse("flash_attn_varlen_func", dropout_p, alibi_slopes, return_attn_probs)
     if block_table is not None:
-        raise ValueError(
-            "flash_attn_varlen_func: expected block_table=None, got a table; gather the pages into packed keys first"
-        )
+        check_cu_seqlens("flash_attn_varlen_func", cu_seqlens_q, cu_seqlens_k, q)
+        sequences, longest = cu_seqlens_k.numel() - 1, int(max_seqlen_k)
+        for name, pages in (("k", k), ("v", v)):
+            check_pages("flash_attn_varlen_func", name, pages, block_table, sequences, longest)
+        if k.shape[:2] != v.shape[:2]:
+            raise ValueError(
+                "flash_attn_varlen_func: expected v to have the blocks and page size of k, "
+                f"{tuple(k.shape[:2])}, got {tuple(v.shape[:2])}; pass the two caches of one layer"
+            )
+        rows = page_rows(block_table, k.shape[1], cu_seqlens_k, longest)
+        k, v = (pages.flatten(0, 1).index_select(0, rows) for pages in (k, v))
     return attention_varlen(
         q,
         k,
