@@ -1,7 +1,7 @@
 """Make `attn_implementation="batch_invariant"` do the whole job, wherever Transformers takes it.
 
-Importing hf_batchinv wraps `from_pretrained`, `_from_config`, `set_attn_implementation` and `set_use_kernels` of
-PreTrainedModel, the question whether `generate` should compile, and what `continuous_batching` needs, once. A model
+Importing hf_batchinv wraps, once, `from_pretrained`, `_from_config`, `set_attn_implementation` and `set_use_kernels` of
+PreTrainedModel, the questions whether and how `generate` should compile, and what `continuous_batching` needs. A model
 whose attention is "batch_invariant" is converted when loading has ended, after accelerate has placed its hooks; any
 other model goes through the stock code and nothing else.
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks, register_module_module_registration_hook
 from transformers import GenerationMixin, PreTrainedModel
 
-from . import continuous_batching, conversion
+from . import continuous_batching, conversion, decode_graph
 from .dispatch import ATTENTION_NAME
 from .errors import Problem, UnsupportedModelError
 
@@ -49,6 +49,7 @@ def install() -> None:
     _wrap_method("set_attn_implementation", _set_attn_implementation)
     _wrap_method("set_use_kernels", _set_use_kernels)
     _wrap_method("_valid_auto_compile_criteria", _valid_auto_compile_criteria, GenerationMixin)
+    _wrap_method("get_compiled_call", _get_compiled_call)
     continuous_batching.install()
     if _convert_new_submodule not in _global_module_registration_hooks.values():
         register_module_module_registration_hook(_convert_new_submodule)
@@ -119,8 +120,13 @@ def _set_use_kernels(original, self, use_kernels, *args, **kwargs):
 
 def _valid_auto_compile_criteria(original, self, *args, **kwargs):
     # With a static cache on a GPU, generate() compiles decoding on its own: Inductor fuses elementwise code, drops
-    # roundings in between, and decoding no longer has the bits of the eager prefill.
-    return not conversion.is_converted(self) and original(self, *args, **kwargs)
+    # roundings in between, and decoding no longer has the bits of the eager prefill. A recorded step keeps them.
+    allowed = not conversion.is_converted(self) or decode_graph.enabled(self)
+    return allowed and original(self, *args, **kwargs)
+
+
+def _get_compiled_call(original, self, *args, **kwargs):
+    return decode_graph.DecodeGraph(self) if conversion.is_converted(self) else original(self, *args, **kwargs)
 
 
 def _convert_new_submodule(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

@@ -134,6 +134,12 @@ class BatchInvariantMask:
             dense=None if self._dense is None else self._dense.expand(batch_size, -1, -1, -1),
         )
 
+    def with_tensors(self, *, query_offset, origin, key_mask, prepared, dense) -> "BatchInvariantMask":
+        """Return the mask with these tensors in place of its own, `prepared` being its `prepared_key_mask()`."""
+        mask = self._replace(query_offset=query_offset, origin=origin, key_mask=key_mask, dense=dense)
+        mask._prepared_key_mask = prepared
+        return mask
+
     # --- what makes it pass for a tensor ---
 
     @property

@@ -1,0 +1,170 @@
+"""Recorded decoding steps have the bits of eager ones.
+
+Without a GPU a step is recorded as the list of its aten operations, which bakes in what a CUDA graph bakes in: Python
+numbers, addresses, and the branches that were taken.
+"""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import StaticCache
+
+import hf_batchinv
+from hf_batchinv import decode_graph
+from hf_batchinv.decode_graph import DecodeGraph
+from hf_batchinv.testing import differing
+from tests.tiny_models import make
+
+NEW = 24
+# transformers 5.24 renamed the argument.
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+WHERE = [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)]
+WHERE += [pytest.param("cuda", torch.float16, marks=pytest.mark.gpu)]
+
+
+def capture_aten(cache):
+    """A `Capture` for the CPU. Tracing runs the step, so what it wrote is put back, as capturing would not write."""
+
+    def capture(step):
+        tensors = [t for layer in cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
+        kept = [tensor.clone() for tensor in tensors]
+        outputs = []
+
+        def traced():
+            outputs.append(step())
+            return outputs[-1].logits
+
+        graph = make_fx(traced)()
+        torch._foreach_copy_(tensors, kept)
+        result = outputs[-1]
+        result["logits"] = result.logits.clone()
+
+        def replay():
+            result["logits"].copy_(graph())
+
+        return replay, result
+
+    return capture
+
+
+def sequences(model, *lengths):
+    """Left-padded token ids and mask of sequences of these lengths."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 90, (len(lengths), max(lengths)), generator=generator)
+    mask = torch.arange(max(lengths)) >= torch.tensor([[max(lengths) - length] for length in lengths])
+    return ids.to(model.device), mask.long().to(model.device)
+
+
+def generate(model, ids, mask, **extra):
+    run = dict(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, output_logits=True, pad_token_id=0)
+    out = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **run, **extra)
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Let `generate` record on any device; the DecodeGraph of every call is put into the list."""
+    made = []
+    monkeypatch.setenv("HF_BATCHINV_CUDA_GRAPHS", "1")
+
+    class Spy(DecodeGraph):
+        def __init__(self, model):
+            super().__init__(model)
+            made.append(self)
+
+        def __call__(self, **inputs):
+            cache = next(value for value in inputs.values() if isinstance(value, StaticCache))
+            if self.model.device.type == "cpu":
+                self._capture = capture_aten(cache)
+            return super().__call__(**inputs)
+
+    monkeypatch.setattr(decode_graph, "DecodeGraph", Spy)
+    return made
+
+
+def compile_everywhere():
+    """Make `generate` ask for a compiled call on a CPU, too."""
+    config = transformers.CompileConfig()
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("device, dtype", WHERE, ids=str)
+@pytest.mark.parametrize("lengths", [(5,), (9, 4, 1)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt2"])
+def test_a_recorded_step_has_the_bits_of_an_eager_one(recorded, family, lengths, device, dtype):
+    """Sliding windows of 8 fill up on the way: before and after that a step is another recording."""
+    model = hf_batchinv.convert(make(family, dtype).to(device))
+    ids, mask = sequences(model, *lengths)
+    want_ids, want = generate(model, ids, mask)
+    eager_ids, eager = generate(model, ids, mask, cache_implementation="static", disable_compile=True)
+    assert not recorded
+    extra = {"compile_config": compile_everywhere()} if device == "cpu" else {}
+    got_ids, got = generate(model, ids, mask, cache_implementation="static", **extra)
+    for ids_, logits in ((eager_ids, eager), (got_ids, got)):
+        assert torch.equal(ids_, want_ids) and differing(logits, want) == 0
+    (graph,) = recorded
+    assert len(graph.recordings) == (2 if family.startswith("gemma") and max(lengths) < 8 else 1)
+
+
+def test_what_is_no_step_of_one_token_over_a_static_cache_runs_eagerly():
+    model = hf_batchinv.convert(make("llama"))
+    graph = DecodeGraph(model, capture=None)  # would raise if it were called
+    ids, mask = sequences(model, 5)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    for _ in range(3):
+        graph(input_ids=ids, attention_mask=mask)
+    with torch.no_grad():
+        graph(input_ids=ids, **{CACHE: cache})
+        assert decode_graph._flatten({"input_ids": ids[:, :1], CACHE: cache, "strange": object()}) is None
+        assert decode_graph._flatten({"input_ids": ids[:, :1], CACHE: cache}) is not None
+        assert decode_graph._flatten({"input_ids": ids, CACHE: cache}) is None
+    assert not graph.recordings
+
+
+def test_a_replay_leaves_the_outputs_of_the_one_before_alone():
+    model = hf_batchinv.convert(make("llama"))
+    ids, _ = sequences(model, 6)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    graph = DecodeGraph(model, capture_aten(cache))
+    with torch.no_grad():
+        model(input_ids=ids, **{CACHE: cache})
+        steps = [graph(input_ids=ids[:, i : i + 1], **{CACHE: cache}).logits for i in range(4)]
+        alone = model(input_ids=torch.cat([ids, ids[:, :4]], 1)).logits
+    assert len(graph.recordings) == 1
+    assert differing(torch.cat(steps, 1), alone[:, 6:]) == 0
+
+
+def test_a_hooked_model_is_not_recorded(monkeypatch):
+    model = hf_batchinv.convert(make("llama"))
+    monkeypatch.setenv("HF_BATCHINV_CUDA_GRAPHS", "1")
+    assert decode_graph.enabled(model)
+    handle = model.model.layers[0].register_forward_hook(lambda *args: None)
+    assert not decode_graph.enabled(model)
+    handle.remove()
+    monkeypatch.setenv("HF_BATCHINV_CUDA_GRAPHS", "yes")
+    with pytest.raises(ValueError, match="HF_BATCHINV_CUDA_GRAPHS: expected 0 or 1, got 'yes'; unset it for 0"):
+        decode_graph.enabled(model)
+
+
+def test_a_step_that_cannot_be_recorded_says_so_in_one_sentence():
+    model = hf_batchinv.convert(make("llama"))
+
+    def capture(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graph = DecodeGraph(model, capture)
+    ids, mask = sequences(model, 5)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(input_ids=ids, **{CACHE: cache})
+        graph(input_ids=ids[:, :1], **{CACHE: cache})
+        with pytest.raises(RuntimeError) as error:
+            graph(input_ids=ids[:, :1], **{CACHE: cache})
+    assert str(error.value) == (
+        "a decoding step of LlamaForCausalLM could not be recorded as a CUDA graph (operation not permitted when "
+        "stream is capturing); pass disable_compile=True to generate"
+    )
