@@ -1,0 +1,273 @@
+"""Name the first place where equal inputs gave other outputs: a module, and an operator inside it.
+
+Both runs are watched by hooks on every module. Of each tensor that goes in or out only the fingerprints of the
+sequence's real tokens are kept, 8 bytes a token, so the memory does not grow with the model's width. Of the modules
+that end with other outputs, the first one with equal inputs is it: modules inside it ended before, so it is the
+smallest. Its operators are then recorded in both runs in the same way.
+"""
+
+import contextlib
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+
+from .. import layers
+from .align import TOKENS, Place, Span, fingerprint
+from .cases import Case
+from .report import Culprit
+
+# Operators that move or cast values and compute nothing: two runs may differ in them.
+_MOVES = frozenset(
+    """
+    _to_copy clone copy_ contiguous cat stack index select slice gather embedding arange full full_like zeros
+    zeros_like ones ones_like new_ones new_zeros new_full new_empty empty empty_like empty_strided fill_ zero_
+    scalar_tensor _local_scalar_dense lift_fresh repeat constant_pad_nd index_select masked_fill where _unsafe_view
+    index_copy_ index_put_ detach_ resize_ set_ promote_types _assert_async item is_nonzero
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Print:
+    """Fingerprints of the real tokens of one tensor: the first is token `first`; sizes are those of one token."""
+
+    scope: str
+    first: int
+    tokens: torch.Tensor
+    sizes: tuple
+    shape: tuple[int, ...]
+
+    def differing(self, other: "Print | None") -> int | None:
+        """How many tokens that both have differ; None if they cannot be compared."""
+        if other is None or (self.scope, self.sizes) != (other.scope, other.sizes):
+            return None
+        first = max(self.first, other.first)
+        last = min(self.first + len(self.tokens), other.first + len(other.tokens))
+        if last <= first:
+            return None
+        mine, theirs = (p.tokens[first - p.first : last - p.first] for p in (self, other))
+        return int((mine != theirs).sum())
+
+
+def _print(tensor: torch.Tensor, span: Span) -> Print | None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_complex() or not tensor.numel():
+        return None
+    found = span.of(tensor.detach())
+    if found is None or not found.values.shape[0]:
+        return None
+    sizes = (*found.values.shape[1:], tensor.dtype)
+    return Print(found.scope, found.first, fingerprint(found.values), sizes, tuple(tensor.shape))
+
+
+def _prints(values, span: Span) -> dict[str, Print]:
+    """Path in a nest of arguments -> fingerprints, for the tensors whose tokens can be found."""
+    found = {}
+    for path, leaf in tree_flatten_with_path(values)[0]:
+        if isinstance(leaf, torch.Tensor) and (made := _print(leaf, span)) is not None:
+            found["".join(map(str, path))] = made
+    return found
+
+
+def _shapes(prints: dict[str, Print]) -> tuple[tuple[int, ...], ...]:
+    return tuple(made.shape for made in prints.values())
+
+
+@dataclass
+class Visit:
+    """One call of a module: name, how often it was called before in this forward, and what went in and came out."""
+
+    name: str
+    turn: int
+    forward: int
+    inputs: dict[str, Print]
+    outputs: dict[str, Print] = field(default_factory=dict)
+
+
+class Watcher:
+    """Hooks on every module while a case runs; `on_visit` gets each visit when it ends, innermost first."""
+
+    def __init__(self, model: nn.Module, on_visit: Callable[[Visit], None]):
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.model, self.on_visit = model, on_visit
+        self.span: Span | None = None
+        self.forward = -1
+        self.turns: Counter = Counter()
+        self.open: list[Visit] = []
+
+    def watch(self, span: Span) -> None:
+        """A forward begins; the sequence is at `span` in it."""
+        if span is not self.span:  # `generate` says where its first forward is before the encoder runs, and again
+            self.span, self.forward = span, self.forward + 1
+            self.turns.clear()
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        handles = []
+        try:
+            for module in self.model.modules():
+                handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._after, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, module, args, kwargs):
+        name = self.names[id(module)]
+        visit = Visit(name, self.turns[name], self.forward, _prints((args, kwargs), self.span))
+        self.turns[name] += 1
+        self.open.append(visit)
+        self.begin(visit)
+
+    def _after(self, module, args, kwargs, output):
+        visit = self.open.pop()
+        self.end(visit)
+        visit.outputs = _prints(output, self.span)
+        self.on_visit(visit)
+
+    def begin(self, visit: Visit) -> None:
+        """Called before the module runs."""
+
+    def end(self, visit: Visit) -> None:
+        """Called after it ran."""
+
+
+@torch.no_grad()
+def find_culprit(model: nn.Module, case: Case) -> Culprit | None:
+    """Run a case and its reference again and return the first place that differs; None if everything is the same.
+
+    The case is a differing one, so None means that it did not differ this time.
+    """
+    alone: dict[tuple[str, int], list[Visit]] = {}
+    reference = Watcher(model, lambda visit: alone.setdefault((visit.name, visit.turn), []).append(visit))
+    if case_needs_text(case):
+        case.got()
+    with reference.hooked():
+        case.want(reference.watch)
+
+    found: list[tuple[Visit, Visit, int]] = []
+
+    def check(visit: Visit) -> None:
+        if found:
+            return
+        for other in alone.get((visit.name, visit.turn), []):
+            count = _differing(visit.outputs, other.outputs)
+            if count and not _differing(visit.inputs, other.inputs):
+                found.append((visit, other, count))
+
+    varied = Watcher(model, check)
+    with varied.hooked():
+        case.got(varied.watch)
+    if not found:
+        return None
+    visit, other, count = found[0]
+    kind = layers.stock_class(model.get_submodule(visit.name)).__name__
+    operator, shapes, note = _first_operator(model, case, visit, other)
+    inputs, outputs = _shapes(visit.inputs), _shapes(visit.outputs)
+    arguments = (inputs, _shapes(other.inputs), outputs, operator, shapes, note)
+    return Culprit(case.name, visit.name, kind, visit.forward, count, *arguments)
+
+
+def case_needs_text(case: Case) -> bool:
+    """True for a case whose reference is about a text that the case itself finishes."""
+    return hasattr(case, "finished") and case.finished is None
+
+
+def _differing(mine: dict[str, Print], theirs: dict[str, Print]) -> int:
+    """The most tokens that differ in any tensor that both have."""
+    counts = [made.differing(theirs.get(path)) or 0 for path, made in mine.items()]
+    return max(counts, default=0)
+
+
+# --- operators ---
+
+
+@dataclass(frozen=True)
+class Operation:
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    outputs: tuple[Print | None, ...]
+
+
+class _Recorder(TorchDispatchMode):
+    """Every operator that computes, in order."""
+
+    def __init__(self, span: Span):
+        super().__init__()
+        self.span = span
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        shapes = tuple(tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        out = func(*args, **kwargs)
+        base = func._schema.name.removeprefix("aten::")
+        if not func.is_view and base not in _MOVES:
+            tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            made = tuple(_print(tensor, self.span) for tensor in tensors)
+            if tensors:
+                self.operations.append(Operation(func._schema.name.replace("::", "."), shapes, made))
+        return out
+
+
+class _OperatorWatcher(Watcher):
+    """Records the operators of one visit."""
+
+    def __init__(self, model: nn.Module, wanted: Visit):
+        super().__init__(model, lambda visit: None)
+        self.wanted = (wanted.name, wanted.turn, wanted.forward)
+        self.recorder: _Recorder | None = None
+
+    def begin(self, visit: Visit) -> None:
+        if (visit.name, visit.turn, visit.forward) == self.wanted:
+            self.recorder = _Recorder(_narrowed(self.span, visit))
+            self.recorder.__enter__()
+
+    def end(self, visit: Visit) -> None:
+        if (visit.name, visit.turn, visit.forward) == self.wanted:
+            self.recorder.__exit__(None, None, None)
+
+
+def _narrowed(span: Span, visit: Visit) -> Span:
+    """Where the sequence is for a module that is asked for the last token alone, as a head is by `generate`."""
+    last = [p for p in visit.inputs.values() if p.scope == TOKENS and len(p.shape) == 3 and p.shape[1] == 1]
+    if last and span.tokens.width > 1:
+        return Span(span.row, span.rows, Place(0, 1, 1, last[0].first))
+    return span
+
+
+def _operations(model: nn.Module, visit: Visit, run: Callable) -> list[Operation]:
+    watcher = _OperatorWatcher(model, visit)
+    with watcher.hooked():
+        run(watcher.watch)
+    return [] if watcher.recorder is None else watcher.recorder.operations
+
+
+def _first_operator(model, case: Case, visit: Visit, other: Visit) -> tuple[str, tuple, str]:
+    """(operator, (shapes varied, shapes alone), note): the first with other outputs, or where another one runs."""
+    alone = _operations(model, other, case.want)
+    varied = _operations(model, visit, case.got)
+    names = [[operation.name for operation in run] for run in (alone, varied)]
+    for tag, a, a_end, v, v_end in difflib.SequenceMatcher(None, *names, autojunk=False).get_opcodes():
+        if tag == "equal":
+            for theirs, mine in zip(alone[a:a_end], varied[v:v_end], strict=True):
+                pairs = zip(mine.outputs, theirs.outputs, strict=False)
+                if any(m is not None and m.differing(t) for m, t in pairs):
+                    return mine.name, (mine.shapes, theirs.shapes), ""
+        elif v < v_end and _reaches(varied[v:v_end]):
+            mine = varied[v]
+            instead = ", ".join(dict.fromkeys(names[0][a:a_end])) or "nothing"
+            shapes = alone[a].shapes if a < a_end else ()
+            return mine.name, (mine.shapes, shapes), f"it runs where the reference runs {instead}"
+    return "", (), "every operator that both runs share gives the same bits: other values came in by another way"
+
+
+def _reaches(operations: list[Operation]) -> bool:
+    """Whether any of the operators has an output about the sequence's tokens."""
+    return any(made is not None for operation in operations for made in operation.outputs)
