@@ -217,3 +217,20 @@ def decoder_ids(subject: Subject) -> torch.Tensor:
     start = getattr(subject.model.config, "decoder_start_token_id", None)
     ids[0, 0] = start if start is not None else subject.pad
     return ids
+
+
+def example_inputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Keyword arguments for one forward of a model: two rows of random ids, one of them padded on the left.
+
+    Raises VerifyError for a model that does not take input_ids.
+    """
+    subject = examine(model, None)
+    ids = subject.random_ids(2, 24, torch.Generator().manual_seed(_SEED))
+    inputs = {"input_ids": ids}
+    if "attention_mask" in subject.arguments:
+        ids[0, :5] = subject.pad
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][0, :5] = 0
+    if subject.kind == ENCODER_DECODER:
+        inputs["decoder_input_ids"] = decoder_ids(subject).expand(2, -1)
+    return inputs
