@@ -24,6 +24,9 @@ class Place:
     first: int = 0
 
 
+NO_TOKENS = Place(0, 0, -1)  # no axis of tokens is known: whole rows are compared
+
+
 @dataclass(frozen=True)
 class Aligned:
     """values (count, ...): the real tokens of a tensor, the first of them token `first`; scope as above."""

@@ -138,16 +138,23 @@ class Watcher:
         """Called after it ran."""
 
 
+@dataclass
+class Runs:
+    """Two runs that should agree: `got` and `want` call the `watch` they are given before each forward."""
+
+    name: str
+    got: Callable[[Callable[[Span], None]], object]
+    want: Callable[[Callable[[Span], None]], object]
+
+
 @torch.no_grad()
-def find_culprit(model: nn.Module, case: Case) -> Culprit | None:
+def find_culprit(model: nn.Module, case: Case | Runs) -> Culprit | None:
     """Run a case and its reference again and return the first place that differs; None if everything is the same.
 
-    The case is a differing one, so None means that it did not differ this time.
+    The case was run before and differed, so None means that it did not differ this time.
     """
     alone: dict[tuple[str, int], list[Visit]] = {}
     reference = Watcher(model, lambda visit: alone.setdefault((visit.name, visit.turn), []).append(visit))
-    if case_needs_text(case):
-        case.got()
     with reference.hooked():
         case.want(reference.watch)
 
@@ -172,11 +179,6 @@ def find_culprit(model: nn.Module, case: Case) -> Culprit | None:
     inputs, outputs = _shapes(visit.inputs), _shapes(visit.outputs)
     arguments = (inputs, _shapes(other.inputs), outputs, operator, shapes, note)
     return Culprit(case.name, visit.name, kind, visit.forward, count, *arguments)
-
-
-def case_needs_text(case: Case) -> bool:
-    """True for a case whose reference is about a text that the case itself finishes."""
-    return hasattr(case, "finished") and case.finished is None
 
 
 def _differing(mine: dict[str, Print], theirs: dict[str, Print]) -> int:
@@ -249,11 +251,12 @@ def _operations(model: nn.Module, visit: Visit, run: Callable) -> list[Operation
     return [] if watcher.recorder is None else watcher.recorder.operations
 
 
-def _first_operator(model, case: Case, visit: Visit, other: Visit) -> tuple[str, tuple, str]:
+def _first_operator(model, case: Case | Runs, visit: Visit, other: Visit) -> tuple[str, tuple, str]:
     """(operator, (shapes varied, shapes alone), note): the first with other outputs, or where another one runs."""
     alone = _operations(model, other, case.want)
     varied = _operations(model, visit, case.got)
     names = [[operation.name for operation in run] for run in (alone, varied)]
+    added: tuple[str, tuple, str] | None = None
     for tag, a, a_end, v, v_end in difflib.SequenceMatcher(None, *names, autojunk=False).get_opcodes():
         if tag == "equal":
             for theirs, mine in zip(alone[a:a_end], varied[v:v_end], strict=True):
@@ -261,11 +264,15 @@ def _first_operator(model, case: Case, visit: Visit, other: Visit) -> tuple[str,
                 if any(m is not None and m.differing(t) for m, t in pairs):
                     return mine.name, (mine.shapes, theirs.shapes), ""
         elif v < v_end and _reaches(varied[v:v_end]):
-            mine = varied[v]
-            instead = ", ".join(dict.fromkeys(names[0][a:a_end])) or "nothing"
+            instead = ", ".join(dict.fromkeys(names[0][a:a_end]))
             shapes = alone[a].shapes if a < a_end else ()
-            return mine.name, (mine.shapes, shapes), f"it runs where the reference runs {instead}"
-    return "", (), "every operator that both runs share gives the same bits: other values came in by another way"
+            note = f"it runs where the reference runs {instead or 'nothing'}"
+            found = varied[v].name, (varied[v].shapes, shapes), note
+            if instead:
+                return found
+            added = added or found  # it may do nothing, as a multiplication by a mask of ones does
+    nothing = "every operator that both runs share gives the same bits: other values came in by another way"
+    return added or ("", (), nothing)
 
 
 def _reaches(operations: list[Operation]) -> bool:

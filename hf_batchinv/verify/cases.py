@@ -203,9 +203,9 @@ class Sequence:
         return self.subject.longest is None or self.n + pad + NEW <= self.subject.longest
 
     def counts_padding(self) -> Iterator[Note]:
-        """Without position_ids, learned positions of an encoder number the padding, too: another question."""
+        """Without position_ids, learned positions number the padding, too: another question."""
         subject = self.subject
-        if subject.kind in (ENCODER, ENCODER_DECODER) and not subject.has_positions:
+        if not subject.has_positions:
             names = [name for name, _ in subject.model.named_modules() if "position" in name and "relative" not in name]
             if names:
                 yield Note(f"{names[0]} numbers the padding, too, and forward takes no position_ids")
@@ -495,6 +495,8 @@ def combined(seq: Sequence) -> Iterator[Case | Note]:
         return
     side = "right" if seq.seq2seq or list(seq.no_cache()) else "left"
     pad = next((pad for pad in (11, 3) if seq.fits(pad)), 0)
+    if side == "left" and list(seq.counts_padding()):
+        pad = 0
     ids, mask, begin = seq.padded(5, 3, pad, side)
     if list(seq.no_cache()):
         yield seq.case("combined", f"5 rows, right padding {pad}", _once(seq, ids, 3, begin, attention_mask=mask))

@@ -42,7 +42,7 @@ def _drawn(report: rp.Report, kind: str) -> bytes:
         _bars(right, report, "largest difference (ulp)", lambda axis: axis.max_ulp, "{:,}".format, log=True)
         _tokens(bottom.subplots(1, 1), report)
         out = io.BytesIO()
-        figure.savefig(out, format=kind, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(out, format=kind, metadata={"Date": None, "Creator": None} if kind == "svg" else None)
     return out.getvalue()
 
 
