@@ -47,21 +47,29 @@ class Span:
 
     def of(self, tensor: torch.Tensor) -> Aligned | None:
         """Return a tensor's real tokens, or None if its sizes do not tell where they are."""
-        for scope, place in ((TOKENS, self.tokens), (ENCODED, self.encoded)):
-            if place is not None and (values := self._tokens(tensor, place)) is not None:
-                return Aligned(scope, place.first, values)
+        places = [(TOKENS, self.tokens), *([(ENCODED, self.encoded)] if self.encoded else [])]
+        for find in (self._with_axes, self._flattened):  # a flattened tensor is known by one size only: it comes last
+            for scope, place in places:
+                if (values := find(tensor, place)) is not None:
+                    return Aligned(scope, place.first, values)
         return self._last_token_or_row(tensor)
 
-    def _tokens(self, tensor: torch.Tensor, place: Place) -> torch.Tensor | None:
+    def _with_axes(self, tensor: torch.Tensor, place: Place) -> torch.Tensor | None:
         shape, columns = tensor.shape, slice(place.start, place.start + place.count)
-        dims = tensor.dim()
-        if dims >= 2 and shape[0] in (self.rows, 1) and shape[1] == place.width:  # (batch, tokens, ...)
-            return tensor[self.row if shape[0] == self.rows else 0, columns]
-        if dims >= 4 and shape[0] in (self.rows, 1) and shape[2] == place.width:  # (batch, heads, tokens, ...)
-            return tensor[self.row if shape[0] == self.rows else 0].transpose(0, 1)[columns]
-        if dims >= 1 and shape[0] == self.rows * place.width:  # (batch * tokens, ...)
+        if tensor.dim() < 2 or shape[0] not in (self.rows, 1):
+            return None
+        row = self.row if shape[0] == self.rows else 0
+        if shape[1] == place.width:  # (batch, tokens, ...)
+            return tensor[row, columns]
+        if tensor.dim() >= 4 and shape[2] == place.width:  # (batch, heads, tokens, ...)
+            return tensor[row].transpose(0, 1)[columns]
+        return None
+
+    def _flattened(self, tensor: torch.Tensor, place: Place) -> torch.Tensor | None:
+        shape, columns = tensor.shape, slice(place.start, place.start + place.count)
+        if tensor.dim() >= 1 and shape[0] == self.rows * place.width:  # (batch * tokens, ...)
             return tensor.unflatten(0, (self.rows, place.width))[self.row, columns]
-        if dims >= 3 and shape[0] % self.rows == 0 and shape[1] == place.width:  # (batch * heads, tokens, ...)
+        if tensor.dim() >= 3 and shape[0] % self.rows == 0 and shape[1] == place.width:  # (batch * heads, tokens, ...)
             return tensor.unflatten(0, (self.rows, -1))[self.row].transpose(0, 1)[columns]
         return None
 

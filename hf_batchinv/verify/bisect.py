@@ -8,6 +8,7 @@ smallest. Its operators are then recorded in both runs in the same way.
 
 import contextlib
 import difflib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,19 +41,28 @@ class Print:
     scope: str
     first: int
     tokens: torch.Tensor
-    sizes: tuple
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
     shape: tuple[int, ...]
 
     def differing(self, other: "Print | None") -> int | None:
-        """How many tokens that both have differ; None if they cannot be compared."""
-        if other is None or (self.scope, self.sizes) != (other.scope, other.sizes):
+        """How many tokens that both have differ; None if they cannot be compared.
+
+        Tokens of other sizes with as many elements may be the same values in another layout, or in another order.
+        """
+        if other is None or (self.scope, self.elements, self.dtype) != (other.scope, other.elements, other.dtype):
             return None
         first = max(self.first, other.first)
         last = min(self.first + len(self.tokens), other.first + len(other.tokens))
         if last <= first:
             return None
         mine, theirs = (p.tokens[first - p.first : last - p.first] for p in (self, other))
-        return int((mine != theirs).sum())
+        count = int((mine != theirs).sum())
+        return None if count and self.sizes != other.sizes else count
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
 
 
 def _print(tensor: torch.Tensor, span: Span) -> Print | None:
@@ -61,8 +71,8 @@ def _print(tensor: torch.Tensor, span: Span) -> Print | None:
     found = span.of(tensor.detach())
     if found is None or not found.values.shape[0]:
         return None
-    sizes = (*found.values.shape[1:], tensor.dtype)
-    return Print(found.scope, found.first, fingerprint(found.values), sizes, tuple(tensor.shape))
+    sizes = tuple(found.values.shape[1:])
+    return Print(found.scope, found.first, fingerprint(found.values), sizes, tensor.dtype, tuple(tensor.shape))
 
 
 def _prints(values, span: Span) -> dict[str, Print]:
@@ -192,8 +202,11 @@ def _differing(mine: dict[str, Print], theirs: dict[str, Print]) -> int:
 
 @dataclass(frozen=True)
 class Operation:
+    """An operator that ran: name, shapes of its tensors, and the tokens that went in and came out."""
+
     name: str
     shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[Print | None, ...]
     outputs: tuple[Print | None, ...]
 
 
@@ -207,14 +220,16 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        shapes = tuple(tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        if func.is_view or func._schema.name.removeprefix("aten::") in _MOVES:
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shapes = tuple(tuple(tensor.shape) for tensor in given)
+        inputs = tuple(_print(tensor, self.span) for tensor in given)  # now: it may write into them
         out = func(*args, **kwargs)
-        base = func._schema.name.removeprefix("aten::")
-        if not func.is_view and base not in _MOVES:
-            tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-            made = tuple(_print(tensor, self.span) for tensor in tensors)
-            if tensors:
-                self.operations.append(Operation(func._schema.name.replace("::", "."), shapes, made))
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        if made:
+            outputs = tuple(_print(tensor, self.span) for tensor in made)
+            self.operations.append(Operation(func._schema.name.replace("::", "."), shapes, inputs, outputs))
         return out
 
 
@@ -257,12 +272,17 @@ def _first_operator(model, case: Case | Runs, visit: Visit, other: Visit) -> tup
     varied = _operations(model, visit, case.got)
     names = [[operation.name for operation in run] for run in (alone, varied)]
     added: tuple[str, tuple, str] | None = None
+    unknown: tuple[str, tuple, str] | None = None
     for tag, a, a_end, v, v_end in difflib.SequenceMatcher(None, *names, autojunk=False).get_opcodes():
         if tag == "equal":
             for theirs, mine in zip(alone[a:a_end], varied[v:v_end], strict=True):
-                pairs = zip(mine.outputs, theirs.outputs, strict=False)
-                if any(m is not None and m.differing(t) for m, t in pairs):
-                    return mine.name, (mine.shapes, theirs.shapes), ""
+                found = mine.name, (mine.shapes, theirs.shapes), ""
+                changes = _changes(mine.outputs, theirs.outputs)
+                if any(changes):
+                    # With other inputs it only passes on what an operator before it did, whose output had other sizes.
+                    return (unknown or found) if any(_changes(mine.inputs, theirs.inputs)) else found
+                if None in changes:
+                    unknown = found
         elif v < v_end and _reaches(varied[v:v_end]):
             instead = ", ".join(dict.fromkeys(names[0][a:a_end]))
             shapes = alone[a].shapes if a < a_end else ()
@@ -273,6 +293,11 @@ def _first_operator(model, case: Case | Runs, visit: Visit, other: Visit) -> tup
             added = added or found  # it may do nothing, as a multiplication by a mask of ones does
     nothing = "every operator that both runs share gives the same bits: other values came in by another way"
     return added or ("", (), nothing)
+
+
+def _changes(mine: tuple[Print | None, ...], theirs: tuple[Print | None, ...]) -> list[int | None]:
+    """For each pair of tensors: how many tokens differ, None if they cannot be compared."""
+    return [None if one is None else one.differing(other) for one, other in zip(mine, theirs, strict=False)]
 
 
 def _reaches(operations: list[Operation]) -> bool:
