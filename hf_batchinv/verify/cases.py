@@ -452,7 +452,8 @@ def mask_form(seq: Sequence) -> Iterator[Case | Note]:
         return
     attention = str(subject.model.config._attn_implementation)
     visible = torch.ones(seq.n, seq.n, dtype=torch.bool, device=subject.device).tril()[None, None]
-    if subject.slides:
+    window = getattr(subject.config, "sliding_window", None) or 0
+    if subject.slides and window < seq.n:
         yield Note("4-D masks: a sliding window would have to be in them")
     elif "flash" in attention or "flex" in attention:
         yield Note(f"4-D masks: {attention} takes none")
@@ -460,9 +461,13 @@ def mask_form(seq: Sequence) -> Iterator[Case | Note]:
         lowest = torch.finfo(subject.model.dtype).min
         additive = torch.zeros(visible.shape, dtype=subject.model.dtype, device=subject.device)
         additive = additive.masked_fill(~visible, lowest)
-        yield seq.case("mask-form", "4-D additive", _once(seq, seq.ids, 0, 0, attention_mask=additive))
+        # Some count positions by the mask if they are not told them, and can only do so in a 2-D one.
+        told = {"position_ids": positions(ones)} if subject.has_positions else {}
+        walk = _once(seq, seq.ids, 0, 0, attention_mask=additive, **told)
+        yield seq.case("mask-form", "4-D additive", walk)
         if attention != "eager":
-            yield seq.case("mask-form", "4-D boolean", _once(seq, seq.ids, 0, 0, attention_mask=visible))
+            walk = _once(seq, seq.ids, 0, 0, attention_mask=visible, **told)
+            yield seq.case("mask-form", "4-D boolean", walk)
     if not subject.has_positions:
         yield Note("packed sequences: forward takes no position_ids")
         return
@@ -473,8 +478,8 @@ def mask_form(seq: Sequence) -> Iterator[Case | Note]:
     ids = torch.cat([seq.mates(1, before), seq.ids, seq.mates(1, after)], 1)
     where = torch.cat([torch.arange(part) for part in (before, seq.n, after)])[None].to(subject.device)
     packed = dict(position_ids=where)
-    if not subject.converted and _leaks(seq, ids, before, packed):
-        yield Note("packed sequences: tokens see those of other sequences, so the model does not support them")
+    if _leaks(seq, ids, before, packed):
+        yield Note("packed sequences: tokens see those of other sequences; the model's code does not separate them")
         return
     yield seq.case("mask-form", "packed position_ids", _once(seq, ids, 0, before, **packed))
 
