@@ -76,9 +76,7 @@ def assert_batch_invariant(model_or_fn: Callable, inputs: Any, what: str = "") -
 
     whole = run(list(range(rows)))
     if not whole:
-        raise ValueError(
-            f"{what} must return a tensor of {rows} rows, as its inputs have, got none; nothing to compare"
-        )
+        raise ValueError(f"{what} must return a tensor of {rows} rows like its inputs, got none; return the results")
     mask = kwargs.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] == rows else None
     others = [([row], "alone") for row in range(rows)]
