@@ -80,19 +80,19 @@ class Audit:
 
         how = "of the converted model" if self.converted else "of the stock model"
         table = Table(title=f"operators of one run {how}", title_justify="left")
-        for column in ("verdict", "calls", "operator", "called from", "shapes of the first call"):
+        for column in ("verdict", "calls", "operator", "class", "first", "its shapes"):
             table.add_column(column, justify="right" if column == "calls" else "left", overflow="fold")
         groups: dict[tuple[str, str, str], list[OpRow]] = {}
         for row in self.operators:
             group = (row.status, "", "") if harmless(row.status) else (row.status, row.operator, row.kind)
             groups.setdefault(group, []).append(row)
         for (status, operator, kind), rows in groups.items():
-            names = dict.fromkeys(row.operator for row in rows)
-            where = f"{kind}: {rows[0].module or 'the model itself'}" if kind else ""
-            more = f" and {len(rows) - 1} more" if kind and len(rows) > 1 else ""
-            shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in rows[0].shapes) if kind else ""
             calls = str(sum(row.count for row in rows))
-            table.add_row(status, calls, operator or f"{len(names)} operators", where + more, shapes)
+            if not operator:
+                table.add_row(status, calls, f"{len({row.operator for row in rows})} operators", "", "", "")
+                continue
+            shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in rows[0].shapes)
+            table.add_row(status, calls, operator, kind, rows[0].module or "(the model itself)", shapes)
         return table
 
     def _groups(self) -> list[tuple[tuple[str, str, str], int, str]]:

@@ -153,7 +153,7 @@ GUILTY = {
     "index_add_": lambda x: torch.zeros(3, 4, 8).index_add_(0, torch.tensor([0, 0]), x),
     "scatter_add": lambda x: torch.zeros(2, 4, 8).scatter_add(2, torch.zeros(2, 4, 8, dtype=torch.long), x),
     "index_put accumulate": lambda x: torch.zeros(4, 8).index_put((torch.tensor([0, 0]),), x[0, :2], accumulate=True),
-    "scatter reduce": lambda x: torch.zeros(2, 4, 8).scatter(
+    "scatter_reduce": lambda x: torch.zeros(2, 4, 8).scatter(
         2, torch.zeros(2, 4, 8, dtype=torch.long), x, reduce="add"
     ),
     "fft": lambda x: torch.fft.fft(x),
@@ -209,9 +209,9 @@ def test_operators_as_data_and_as_a_table():
     assert {"operator", "module", "kind", "count", "status", "shapes"} == set(data["operators"][0])
     assert "operators" not in hf_batchinv.audit(model).to_json()
     text = str(report)
-    assert (
-        "operators of one run of the stock model" in text and "Linear: model.layers.0" in text and "and 14 more" in text
-    )
+    assert "operators of one run of the stock model" in text
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert any(row[:4] == ["stock kernel", "15", "aten.mm", "Linear"] for row in rows), text
     with pytest.raises(TypeError, match="example_inputs must be a tensor, a mapping .*, got str"):
         hf_batchinv.audit(model, "text")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

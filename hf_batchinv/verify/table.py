@@ -79,7 +79,7 @@ def renderable(report: rp.Report) -> Group:
         table.add_row(*map(escape, cells(axis)), style=_STYLES[axis.status])
     details = [Text(sentence, style) for style, sentence in lines(report)]
     end = Text(verdict(report), "bold green" if report.ok else "bold red")
-    return Group(Text(headline(report)), table, *details, Text(), end)
+    return Group(Text(headline(report)), table, *details, *([Text()] if details else []), end)
 
 
 def text(report: rp.Report) -> str:
