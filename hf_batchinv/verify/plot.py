@@ -39,7 +39,7 @@ def _drawn(report: rp.Report, kind: str) -> bytes:
         top, bottom = figure.subfigures(2, 1, height_ratios=(height, 2.9))
         left, right = top.subplots(1, 2, sharey=True)
         _bars(left, report, "share of values with other bits", _share, "{:.2%}".format)
-        _bars(right, report, "largest difference (ulp)", lambda axis: axis.max_ulp, "{:,}".format, log=True)
+        _bars(right, report, f"largest difference of {report.subject['compared']}", _largest, "{:.1e}".format, log=True)
         _tokens(bottom.subplots(1, 1), report)
         out = io.BytesIO()
         figure.savefig(out, format=kind, metadata={"Date": None, "Creator": None} if kind == "svg" else None)
@@ -50,22 +50,27 @@ def _share(axis: rp.AxisResult) -> float | None:
     return axis.differing_values / axis.values if axis.values else None
 
 
+def _largest(axis: rp.AxisResult) -> float | None:
+    return axis.max_abs
+
+
 def _bars(ax, report: rp.Report, title: str, measure, written, log: bool = False) -> None:
     """A bar for each axis; where there is none, a word says why."""
     values = [measure(axis) for axis in report.axes]
-    lengths = [value or 0 for value in values]
-    ax.barh(range(len(values)), lengths, color=DIFFERS_COLOUR, height=0.7)
+    drawn = [value for value in values if value and math.isfinite(value)]
+    lowest, highest = min(drawn, default=1.0), max(drawn, default=1.0)
+    left, right = (lowest / 10, highest * (highest / lowest * 10) ** 0.3) if log else (0.0, 1.3 * highest)
     if log:
-        ax.set_xscale("symlog", linthresh=1)
-    highest = max(lengths)
-    ax.set_xlim(0, (max(highest, 1) ** 1.35 * 3) if log else 1.3 * (highest or 1.0))
+        ax.set_xscale("log")
+    ax.set_xlim(left, right)
+    lengths = [min(value or 0.0, highest) - left if value else 0.0 for value in values]
+    ax.barh(range(len(values)), lengths, left=left, color=DIFFERS_COLOUR, height=0.7)
     for index, (axis, value) in enumerate(zip(report.axes, values, strict=True)):
         word, colour = (written(value), DIFFERS_COLOUR) if value else ("0", SAME_COLOUR)
         if axis.status in (rp.NOT_APPLICABLE, rp.FAILED) and not value:
             word, colour = axis.status, NEUTRAL
-        elif value is None:
-            word, colour = "NaN", DIFFERS_COLOUR
-        ax.annotate(f" {word}", (value or 0, index), va="center", fontsize=8, color=colour)
+        end = min(value, highest) if value else left
+        ax.annotate(f" {word}", (end, index), va="center", fontsize=8, color=colour)
     ax.set_yticks(range(len(values)), [axis.axis for axis in report.axes])
     if not ax.yaxis_inverted():
         ax.invert_yaxis()
