@@ -1,5 +1,7 @@
 """Load whatever the command line was given: a directory, a Hub name or a GGUF file."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
-from .demo import UsageError, explain_loading
+from .demo import UsageError
 
 
 def source_of(name: str, revision: str | None = None) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def load_model(
     Raises UsageError of one sentence if the model is missing, broken or of an unknown kind.
     """
     source = source_of(name, revision)
-    with explain_loading(name):
+    with _explained(name):
         config = AutoConfig.from_pretrained(**source)
         architecture = (getattr(config, "architectures", None) or ["AutoModel"])[0]
         cls = getattr(transformers, architecture, AutoModel)
@@ -47,8 +49,18 @@ def load_model(
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
-    """Return a model's tokenizer, or None if it has none that can be loaded."""
-    try:
+    """Return a model's tokenizer; raises UsageError of one sentence if it has none, or one that is broken."""
+    with _explained(name, "the tokenizer of "):
         return AutoTokenizer.from_pretrained(**source_of(name, revision))
-    except (ImportError, OSError, ValueError, KeyError, AttributeError):  # a model without one is run with random ids
-        return None
+
+
+@contextmanager
+def _explained(name: str, what: str = "") -> Iterator[None]:
+    """Whatever the libraries raise for the user's files is the user's to hear, in one sentence."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(f"cannot load {what}{name!r}: {reason or type(error).__name__}") from error

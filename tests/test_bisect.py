@@ -102,6 +102,21 @@ def test_stock_llama_is_guilty_by_a_linear_or_its_attention(dtype):
         assert kinds.get(found.kind), found
 
 
+def test_the_model_itself_is_named_for_what_no_submodule_does():
+    """Also in a later step of generate, where only the model's own forward adds something."""
+    model = converted("llama")
+
+    class Adds(type(model)):
+        def forward(self, input_ids=None, **kwargs):
+            output = super().forward(input_ids=input_ids, **kwargs)
+            output.logits = output.logits + 0.1 * (input_ids.shape[1] == 1)
+            return output
+
+    model.__class__ = Adds
+    found = culprit(model, "generate")
+    assert (found.module, found.operator, found.call) == ("", "aten.add", 1), found
+
+
 def test_without_bisection_nothing_is_named():
     model = converted("llama")
     faults.plant(model.model.layers[1].mlp.down_proj, faults.StockProduct)

@@ -94,10 +94,14 @@ def test_texts_come_from_a_file(llama, tmp_path):
         assert json.loads(done.stdout)["subject"]["tokens"] == lengths, done.output
 
 
-def test_a_gguf_file_is_verified_and_audited(gguf_file):
+def test_a_gguf_file_is_verified_and_audited(gguf_file, tmp_path):
     done = run("verify", gguf_file, *FAST)
     assert done.exit_code == 0, done.output
-    assert "has no tokenizer that can be loaded; it is asked random token ids" in done.stderr
+    assert "cannot load the tokenizer of" in done.stderr and "asked random token ids" in done.stderr
+    texts = tmp_path / "texts.txt"
+    texts.write_text("A text that is long enough.")
+    done = run("verify", gguf_file, "--texts", texts)
+    assert done.exit_code == 2 and "cannot load the tokenizer of" in done.stderr and done.stdout == ""
     assert run("verify", gguf_file, "--stock", *FAST).exit_code == 1
     assert run("audit", gguf_file).exit_code == 0
 

@@ -13,7 +13,7 @@ from hf_batchinv.testing import differing
 from hf_batchinv.verify import cases
 from hf_batchinv.verify.cases import AXES
 from hf_batchinv.verify.compare import compare
-from hf_batchinv.verify.report import DIFFERS, FAILED, NOT_APPLICABLE, SAME
+from hf_batchinv.verify.report import DIFFERS, FAILED, NOT_APPLICABLE, SAME, AxisResult, CaseResult
 from hf_batchinv.verify.run import chosen_axes
 from hf_batchinv.verify.subject import VerifyError
 from tests.cases.models import build
@@ -161,6 +161,29 @@ def test_a_picture_is_a_png(stock_report, tmp_path):
 def test_the_same_call_gives_the_same_report():
     one, two = (verify(make("bert"), bisect=False) for _ in range(2))
     assert one == two  # but for the seconds
+
+
+def test_infinite_differences_are_data_too():
+    nan = compare(torch.tensor([[math.nan, 1.0]]), torch.tensor([[0.0, 1.0]]), True)
+    data = AxisResult("mates", DIFFERS, cases=(CaseResult("4 rows", 0, nan),)).to_json()
+    assert (data["max_abs"], data["max_ulp"]) == ("inf", None)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+def test_a_difference_that_does_not_come_back_is_said_to_have_gone():
+    """A model that varies by itself: the axis repetition sees it, and no place is made up."""
+    model = hf_batchinv.convert(make("llama"))
+    calls = []
+
+    class Moody(type(model.model.layers[0].mlp)):
+        def forward(self, x):
+            calls.append(1)
+            return super().forward(x) + (len(calls) == 5)
+
+    model.model.layers[0].mlp.__class__ = Moody
+    (axis,) = verify(model, axes="repetition").axes
+    assert axis.status == DIFFERS and axis.culprit is None, axis
+    assert axis.notes == ("the same forward again: it differed once and not when it was run again to name the place",)
 
 
 # --- what it is asked ---

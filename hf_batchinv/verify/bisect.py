@@ -240,14 +240,21 @@ class _OperatorWatcher(Watcher):
         super().__init__(model, lambda visit: None)
         self.wanted = (wanted.name, wanted.turn, wanted.forward)
         self.recorder: _Recorder | None = None
+        self.recording = False
 
     def begin(self, visit: Visit) -> None:
         if (visit.name, visit.turn, visit.forward) == self.wanted:
             self.recorder = _Recorder(_narrowed(self.span, visit))
             self.recorder.__enter__()
+            self.recording = True
 
     def end(self, visit: Visit) -> None:
         if (visit.name, visit.turn, visit.forward) == self.wanted:
+            self.stop()
+
+    def stop(self) -> None:
+        if self.recording:
+            self.recording = False
             self.recorder.__exit__(None, None, None)
 
 
@@ -261,8 +268,11 @@ def _narrowed(span: Span, visit: Visit) -> Span:
 
 def _operations(model: nn.Module, visit: Visit, run: Callable) -> list[Operation]:
     watcher = _OperatorWatcher(model, visit)
-    with watcher.hooked():
-        run(watcher.watch)
+    try:
+        with watcher.hooked():
+            run(watcher.watch)
+    finally:
+        watcher.stop()  # it is still recording if the module has raised
     return [] if watcher.recorder is None else watcher.recorder.operations
 
 

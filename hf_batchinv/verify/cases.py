@@ -395,7 +395,12 @@ class Generated(Case):
         # Before each forward of the root; an encoder runs before the first of them.
         watch(first := next(spans))
         upcoming = iter([first, *spans])
-        handle = model.register_forward_pre_hook(lambda *_: watch(next(upcoming)))
+
+        def begins(*_):
+            if (span := next(upcoming, None)) is not None:  # more forwards than tokens: the rest is not looked at
+                watch(span)
+
+        handle = model.register_forward_pre_hook(begins, prepend=True)  # before the hooks of whoever watches
         try:
             out = model.generate(
                 self.ids,

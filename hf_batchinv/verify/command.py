@@ -39,9 +39,13 @@ def run_verify(
             _check_output(option, path)
     place = pick_device(device)
     model = load_model(name, revision=revision, dtype=dtype, device=place)
-    tokenizer = load_tokenizer(name, revision)
-    if tokenizer is None and wanted is None:
-        print(f"hf-batchinv: {name} has no tokenizer that can be loaded; it is asked random token ids", file=sys.stderr)
+    try:
+        tokenizer = load_tokenizer(name, revision)
+    except UsageError as error:
+        if wanted is not None:
+            raise
+        print(f"hf-batchinv: {error}; the model is asked random token ids", file=sys.stderr)
+        tokenizer = None
     if not stock:
         convert(model, strict=strict)
     report = verify(model, tokenizer, wanted, axes, budget)

@@ -101,16 +101,17 @@ class AxisResult:
     def to_json(self) -> dict:
         """Plain data: the sums over the cases, and every case."""
         sums = ("differing_cases", "values", "differing_values", "max_abs", "max_ulp", "max_kl", "changed_tokens")
-        return {
+        data = {
             "axis": self.axis,
             "status": self.status,
             "reason": self.reason,
             "notes": list(self.notes),
             "cases_tried": len(self.cases),
             **{name: getattr(self, name) for name in sums},
-            "first_difference": None if self.culprit is None else _plain(asdict(self.culprit)),
-            "cases": [{"name": c.name, "text": c.text, **_plain(asdict(c.difference))} for c in self.cases],
+            "first_difference": None if self.culprit is None else asdict(self.culprit),
+            "cases": [{"name": c.name, "text": c.text, **asdict(c.difference)} for c in self.cases],
         }
+        return _plain(data)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _walk(
     if not cases:
         status = rp.FAILED if error else rp.NOT_APPLICABLE
         return rp.AxisResult(name, status, error or "; ".join(notes))
-    done, worst, failed = [], None, ""
+    done, first_bad, failed = [], None, ""
     for case in cases:
         try:
             got = case.got()
@@ -103,12 +103,20 @@ def _walk(
             failed = failed or f"{case.name}: {first_line(error)}"
         else:
             done.append(rp.CaseResult(case.name, case.text, difference))
-            if difference.differing and worst is None:
-                worst = case
+            if difference.differing and first_bad is None:
+                first_bad = case
         bar.update()
-    culprit = find_culprit(subject.model, worst) if worst is not None and bisect else None
-    status = rp.DIFFERS if worst is not None else rp.FAILED if failed else rp.SAME
-    if worst is not None and failed:
+    culprit = None
+    if first_bad is not None and bisect:
+        try:
+            culprit = find_culprit(subject.model, first_bad)
+        except Exception as error:  # hooks and dispatch modes meet foreign code; the numbers stand without a name
+            notes = [*notes, f"the first place that differs could not be named: {first_line(error)}"]
+        else:
+            if culprit is None:
+                notes = [*notes, f"{first_bad.name}: it differed once and not when it was run again to name the place"]
+    status = rp.DIFFERS if first_bad is not None else rp.FAILED if failed else rp.SAME
+    if first_bad is not None and failed:
         notes = [*notes, f"could not run: {failed}"]
         failed = ""
     return rp.AxisResult(name, status, failed, tuple(notes), tuple(done), culprit)
