@@ -3,6 +3,7 @@
 | file | what happens there |
 |---|---|
 | subject.py | what kind of model it is, and the token ids it is asked |
+| sequence.py | a text, and the means to run it |
 | cases.py | the axes: every way to run a sequence that must not change its bits |
 | run.py | runs the cases, counts what differs, builds the report |
 | compare.py | bits, ulps, KL and greedy tokens of two results |

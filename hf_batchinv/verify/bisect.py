@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from .. import layers
 from .align import TOKENS, Place, Span, fingerprint
-from .cases import Case
 from .report import Culprit
+from .sequence import Case
 
 # Operators that move or cast values and compute nothing: two runs may differ in them.
 _MOVES = frozenset(

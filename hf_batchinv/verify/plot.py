@@ -74,6 +74,7 @@ def _bars(ax, report: rp.Report, title: str, measure, written, log: bool = False
     ax.set_yticks(range(len(values)), [axis.axis for axis in report.axes])
     if not ax.yaxis_inverted():
         ax.invert_yaxis()
+    ax.margins(y=0.02)
     ax.set_title(title, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
 

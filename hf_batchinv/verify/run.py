@@ -10,8 +10,9 @@ from tqdm import tqdm
 
 from . import report as rp
 from .bisect import find_culprit
-from .cases import AXES, Case, Sequence, plan
+from .cases import AXES, plan
 from .compare import compare
+from .sequence import Case, Sequence
 from .subject import Subject, VerifyError, examine, first_line, sequences
 
 
