@@ -183,6 +183,23 @@ def test_what_is_about_no_token_is_left_out_or_compared_as_a_row():
     assert anything.of(torch.randn(ROWS, 5, 5)).scope == ROW and anything.of(torch.randn(4, 5)) is None
 
 
+def test_scores_along_keys_that_padding_has_moved_are_left_out():
+    """53 keys of which 7 are padding are not the 53 keys of another run."""
+    moved = Span(1, ROWS, Place(0, 1, 1, first=45), keys=(53,))
+    still = Span(1, ROWS, Place(0, 1, 1, first=45))
+    for shape in ((ROWS, 1, 1, 53), (ROWS, 4, 1, 53)):  # a mask, scores
+        assert moved.of(torch.randn(shape)) is None and still.of(torch.randn(shape)) is not None
+    assert moved.of(torch.randn(ROWS, 1, 53)).scope == TOKENS  # a hidden state may be as wide
+
+
+def test_eager_attention_is_named_behind_padding_that_makes_two_texts_equally_long():
+    """The mask of 46 tokens behind 7 of padding has the size of another text's, which is 53 tokens long."""
+    model = build("llama", "cpu", torch.float32, attn_implementation="eager")
+    report = verify(model, "left-padding", budget=6)
+    assert report.axes[0].status == "differs"
+    assert report.axes[0].culprit.module.startswith("model.layers.0.self_attn"), report
+
+
 def test_one_token_of_one_row_keeps_its_heads():
     """(1, heads, 1, head) in decoding has the sizes of a flattened tensor, too."""
     x = torch.randn(1, 4, 1, 16)

@@ -18,7 +18,7 @@ from hf_batchinv.verify.run import chosen_axes
 from hf_batchinv.verify.subject import VerifyError
 from tests.cases.models import build
 from tests.test_cli_demo import save_tokenizer
-from tests.tiny_models import make
+from tests.tiny_models import ENCODER, make
 
 DECODERS = set(AXES) - {"images"}
 ENCODERS = {"batch-size", "mates", "place", "left-padding", "right-padding", "mask-form", "combined", "repetition"}
@@ -313,6 +313,16 @@ def test_positions_that_count_the_padding_are_another_question():
     torch.manual_seed(0)
     report = verify(T.BartForConditionalGeneration(config).eval(), axes="left-padding")
     assert report.axes[0].status == NOT_APPLICABLE and "numbers the padding, too" in report.axes[0].reason
+
+
+def test_a_result_taken_from_the_first_column_is_not_asked_behind_left_padding():
+    """RoBERTa's classifier reads column 0; Llama's the last token, which padding on the left does not move away."""
+    config = T.RobertaConfig(**ENCODER, pad_token_id=1)
+    torch.manual_seed(0)
+    roberta = hf_batchinv.convert(T.RobertaForSequenceClassification(config).eval())
+    left, right = verify(roberta, axes=["left-padding", "right-padding"]).axes
+    assert (left.status, right.status) == (NOT_APPLICABLE, SAME) and "first column" in left.reason
+    assert verify(hf_batchinv.convert(make("llama-classifier")), axes="left-padding").axes[0].status == SAME
 
 
 def test_packed_sequences_are_not_held_against_a_model_that_mixes_them():

@@ -38,15 +38,22 @@ class Aligned:
 
 @dataclass(frozen=True)
 class Span:
-    """Where the sequence is in one forward: its row of `rows`, its place among the tokens and the encoder's tokens."""
+    """Where the sequence is in one forward: its row of `rows`, its place among the tokens and the encoder's tokens.
+
+    keys: sizes of axes of keys, if padding on the left has moved them: scores and masks of such a size line up with no
+    others, so they are left out.
+    """
 
     row: int
     rows: int
     tokens: Place
     encoded: Place | None = None
+    keys: tuple[int, ...] = ()
 
     def of(self, tensor: torch.Tensor) -> Aligned | None:
         """Return a tensor's real tokens, or None if its sizes do not tell where they are."""
+        if tensor.dim() >= 4 and tensor.shape[-1] in self.keys:  # (batch, heads, tokens, keys)
+            return None
         places = [(TOKENS, self.tokens), *([(ENCODED, self.encoded)] if self.encoded else [])]
         for find in (self._with_axes, self._flattened):  # a flattened tensor is known by one size only: it comes last
             for scope, place in places:
@@ -69,6 +76,8 @@ class Span:
         shape, columns = tensor.shape, slice(place.start, place.start + place.count)
         if tensor.dim() >= 1 and shape[0] == self.rows * place.width:  # (batch * tokens, ...)
             return tensor.unflatten(0, (self.rows, place.width))[self.row, columns]
+        if tensor.dim() >= 3 and shape[-1] in self.keys:
+            return None
         if tensor.dim() >= 3 and shape[0] % self.rows == 0 and shape[1] == place.width:  # (batch * heads, tokens, ...)
             return tensor.unflatten(0, (self.rows, -1))[self.row].transpose(0, 1)[columns]
         return None

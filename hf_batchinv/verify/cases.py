@@ -66,6 +66,9 @@ def _padding(seq: Sequence, side: str) -> Iterator[Case | Note]:
             if subject.kind == ENCODER:  # some count from another number if they are not told
                 own = positions(torch.ones_like(seq.ids))
                 want = _once(seq, seq.ids, 0, 0, position_ids=own)
+        if side == "left" and _reads_padding(seq, ids, begin, inputs):
+            yield Note("the one result of a sequence is taken from its first column, which padding on the left fills")
+            return
         yield seq.case(axis, f"{pad} tokens", _once(seq, ids, 1, begin, **inputs), want)
         if decodes_behind:
             ends = list(range(pad + seq.n - DECODED, pad + seq.n))
@@ -73,12 +76,23 @@ def _padding(seq: Sequence, side: str) -> Iterator[Case | Note]:
             yield seq.case(axis, f"{pad} tokens, then decoding", walk)
 
 
+@torch.no_grad()
+def _reads_padding(seq: Sequence, ids: torch.Tensor, begin: int, inputs: dict) -> bool:
+    """Whether the result for a whole sequence changes with the tokens under the padding, in runs otherwise the same."""
+    if len(seq.plain) == seq.n or seq.seq2seq:  # a result for each token
+        return False
+    other = ids.clone()
+    other[1, :begin] = seq.ids[0, 0]
+    one, two = (seq.run(_once(seq, each, 1, begin, **inputs)) for each in (ids, other))
+    return not torch.equal(one, two)
+
+
 def _once(seq: Sequence, ids, row: int, pad: int, **inputs) -> Callable[[], Walk]:
     return lambda: seq.once(ids, row, pad, **inputs)
 
 
-def _cached(seq: Sequence, ids, mask, row: int, pad: int, ends: list[int], make_cache) -> Callable[[], Walk]:
-    return lambda: seq.cached(ids, mask, row, pad, ends, make_cache)
+def _cached(seq: Sequence, ids, mask, row: int, pad: int, ends: list[int], cache, room: int = 0) -> Callable[[], Walk]:
+    return lambda: seq.cached(ids, mask, row, pad, ends, cache, room)
 
 
 def left_padding(seq: Sequence) -> Iterator[Case | Note]:
@@ -245,7 +259,7 @@ def combined(seq: Sequence) -> Iterator[Case | Note]:
     name = f"5 rows, {side} padding {pad}, 2 chunks, 5 tokens decoded"
     yield seq.case("combined", name, _cached(seq, ids, mask, 3, begin, ends, seq.dynamic))
     if not seq.seq2seq and getattr(seq.subject.model, "_can_compile_fullgraph", False):
-        walk = _cached(seq, ids, mask, 3, begin, ends, lambda: seq.static(width + 30))
+        walk = _cached(seq, ids, mask, 3, begin, ends, lambda: seq.static(width + 30), width + 30)
         yield seq.case("combined", f"{name}, static cache", walk)
 
 

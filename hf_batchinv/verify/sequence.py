@@ -112,12 +112,12 @@ class Sequence:
     def alone(self) -> Walk:
         yield from self.once(self.ids, 0, 0)
 
-    def span(self, ids: torch.Tensor, row: int, pad: int, encoded: bool = True) -> Span:
-        here = Place(pad, self.n, ids.shape[1])
+    def span(self, ids: torch.Tensor, row: int, pad: int) -> Span:
+        here, keys = Place(pad, self.n, ids.shape[1]), (ids.shape[1],) if pad else ()
         if not self.seq2seq:
-            return Span(row, ids.shape[0], here)
+            return Span(row, ids.shape[0], here, keys=keys)
         width = self.decoded.shape[1]
-        return Span(row, ids.shape[0], Place(0, width, width), here if encoded else None)
+        return Span(row, ids.shape[0], Place(0, width, width), here, keys)
 
     def once(self, ids: torch.Tensor, row: int, pad: int, **inputs) -> Walk:
         """One forward without a cache; the sequence is in `row`, from column `pad`."""
@@ -127,8 +127,10 @@ class Sequence:
             inputs.setdefault("use_cache", False)
         yield {"input_ids": ids, **inputs}, self.span(ids, row, pad)
 
-    def cached(self, ids, mask, row: int, pad: int, ends: list[int], make_cache: Callable[[], Any]) -> Walk:
-        """Forwards with a cache, each up to one of the columns `ends` and one to the end."""
+    def cached(
+        self, ids, mask, row: int, pad: int, ends: list[int], make_cache: Callable[[], Any], room: int = 0
+    ) -> Walk:
+        """Forwards with a cache, each up to one of the columns `ends` and one to the end; room: of a static cache."""
         if self.seq2seq:
             yield from self._cached_decoder(ids, mask, row, pad, ends, make_cache)
             return
@@ -141,7 +143,8 @@ class Sequence:
                 inputs["position_ids"] = places[:, begin:end]
             first = max(begin, pad)
             place = Place(first - begin, end - first, end - begin, first - pad)
-            yield inputs, Span(row, ids.shape[0], place)
+            keys = (end, room) if pad else ()  # attention runs over all of a static cache
+            yield inputs, Span(row, ids.shape[0], place, keys=keys)
             begin = end
 
     def _cached_decoder(self, ids, mask, row, pad, ends, make_cache) -> Walk:
@@ -274,10 +277,10 @@ class Generated(Case):
         if seq.seq2seq:
             encoded = Place(self.pad, seq.n, width)
             steps = [Place(0, i + 1, i + 1) if grows else Place(0, 1, 1, i) for i in range(NEW)]
-            return [Span(self.row, rows, step, encoded) for step in steps]
+            return [Span(self.row, rows, step, encoded, (width,) if self.pad else ()) for step in steps]
         steps = [Place(self.pad, seq.n + i, width + i) if grows else Place(0, 1, 1, seq.n + i - 1) for i in range(NEW)]
         steps[0] = Place(self.pad, seq.n, width)
-        return [Span(self.row, rows, step) for step in steps]
+        return [Span(self.row, rows, step, keys=(width + i,) if self.pad else ()) for i, step in enumerate(steps)]
 
 
 class OnStream(Case):
