@@ -13,6 +13,7 @@ from .audit import audit
 from .conversion import convert, revert
 from .errors import UnsupportedModelError
 from .intercept import batch_invariant_mode
+from .verify import verify
 
 __all__ = [
     "UnsupportedModelError",
@@ -22,6 +23,7 @@ __all__ = [
     "convert",
     "from_pretrained",
     "revert",
+    "verify",
 ]
 
 

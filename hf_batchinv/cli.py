@@ -1,5 +1,6 @@
-"""Command line: `hf-batchinv demo` shows what a batch does to an answer, `hf-batchinv audit MODEL` what is converted,
-`hf-batchinv bench` what it costs in speed, `hf-batchinv doctor` what runs here and whether it was checked.
+"""Command line: `hf-batchinv demo` shows what a batch does to an answer, `hf-batchinv verify MODEL` where results
+depend on it, `hf-batchinv audit MODEL` what is converted, `hf-batchinv bench` what it costs in speed, `hf-batchinv
+doctor` what runs here and whether it was checked.
 
 Exit status: 0 if results do not depend on the batch, 1 if they do (or a part of a model is not covered, or a self-check
 has failed), 2 if the command cannot run; one sentence on standard error then says why. With --json, standard output
@@ -7,11 +8,12 @@ holds one JSON object and nothing else.
 """
 
 import json
+import warnings
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import transformers
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -19,23 +21,35 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
+from .audit import Audit
 from .audit import audit as audit_model
 from .bench import command as bench_command
 from .bench.cases import OPS
 from .bench.linear import StarvedError
 from .bench.run import BenchError
-from .demo import DTYPES, PROMPT, UsageError, explain_loading, run_demo
+from .conversion import convert
+from .demo import DTYPES, PROMPT, UsageError, pick_device, run_demo
 from .doctor import examine
 from .errors import UnsupportedModelError
+from .loading import load_model
 from .smollm2 import ModelUnavailableError
+from .verify.cases import AXES
+from .verify.command import run_verify
+from .verify.report import Report
+from .verify.subject import VerifyError
+from .verify.table import WIDTH
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 Device = Enum("Device", {name: name for name in ("auto", "cpu", "cuda")}, type=str)
 Dtype = Enum("Dtype", {name: name for name in DTYPES}, type=str)
+StoredDtype = Enum("StoredDtype", {name: name for name in ("auto", *DTYPES)}, type=str)
 Op = Enum("Op", {name: name for name in OPS}, type=str)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Model = Annotated[str, typer.Argument(help="A model's directory, Hub name or GGUF file.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.", show_default="main")]
+Strict = Annotated[bool, typer.Option(help="Refuse a model with parts that are not covered, or leave them stock.")]
 
 
 def main() -> None:
@@ -108,23 +122,103 @@ def demo(
     raise typer.Exit(int(converted["unique"] > 1 or converted["differing_logit_values"] > 0))
 
 
-@app.command()
-def audit(
-    model: Annotated[str, typer.Argument(help="A model's directory or Hub name.")],
+@app.command(
+    epilog="Examples:\n\nhf-batchinv verify HuggingFaceTB/SmolLM2-135M-Instruct\n\n"
+    "hf-batchinv verify ./my-model --stock --axes batch-size,left-padding --html report.html\n\n"
+    "hf-batchinv verify model.gguf --dtype bfloat16 --texts prompts.txt --budget 20 --json"
+)
+def verify(
+    model: Model,
+    revision: Revision = None,
+    dtype: Annotated[StoredDtype, typer.Option(help="Dtype of the weights; auto: as they are stored.")] = (
+        StoredDtype.auto
+    ),
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.auto,
+    axes: Annotated[str, typer.Option(help=f"Axes with commas between: {', '.join(AXES)}.")] = "all",
+    budget: Annotated[int, typer.Option(min=1, help="The most cases of each axis.")] = 6,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="Texts to run: paragraphs of a text file, or a JSON list.", show_default="built-in texts"),
+    ] = None,
+    stock: Annotated[bool, typer.Option("--stock", help="Verify the model as it is, without conversion.")] = False,
+    strict: Strict = True,
+    html: Annotated[Path | None, typer.Option(help="Write the report as one page.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the plots.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say of every module of a model whether conversion covers it."""
+    """Run texts alone and in every surrounding; count the bits that differ, and name the first place that differs.
+
+    Exit status: 0 same bits on every axis that applies, 1 some differ, 2 it cannot run.
+    """
     try:
-        with explain_loading(model):
-            config = transformers.AutoConfig.from_pretrained(model)
-            architecture = (config.architectures or ["AutoModel"])[0]
-            model_class = getattr(transformers, architecture, transformers.AutoModel)
-            network = model_class.from_pretrained(model, dtype="auto")
-    except UsageError as error:
+        report = run_verify(
+            model,
+            revision=revision,
+            dtype=dtype.value,
+            device=device.value,
+            axes=axes,
+            budget=budget,
+            texts=texts,
+            stock=stock,
+            strict=strict,
+            html=html,
+            png=png,
+        )
+    except (UsageError, VerifyError, UnsupportedModelError, torch.cuda.OutOfMemoryError) as error:
         _stop(error)
-    report = audit_model(network)
+    if as_json:
+        typer.echo(json.dumps({"name": model, **report.to_json()}, allow_nan=False))
+    else:
+        _print_report(report)
+    raise typer.Exit(0 if report.ok else 1 if report.differs else 2)
+
+
+@app.command(
+    epilog="Examples:\n\nhf-batchinv audit ./my-model\n\n"
+    "hf-batchinv audit HuggingFaceTB/SmolLM2-135M-Instruct --operators"
+)
+def audit(
+    model: Model,
+    revision: Revision = None,
+    dtype: Annotated[StoredDtype, typer.Option(help="Dtype of the weights; auto: as they are stored.")] = (
+        StoredDtype.auto
+    ),
+    device: Annotated[Device, typer.Option(help="Where to load and run it.")] = Device.cpu,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Convert and run it, too, and list operators left on stock kernels.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say of every module of a model whether conversion covers it.
+
+    Exit status: 0 everything is covered, 1 something is not, 2 it cannot run.
+    """
+    try:
+        network = load_model(model, revision=revision, dtype=dtype.value, device=pick_device(device.value))
+        report = _audit_with_operators(network) if operators else audit_model(network)
+    except (UsageError, VerifyError, torch.cuda.OutOfMemoryError) as error:
+        _stop(error)
     typer.echo(json.dumps({"model": model, **report.to_json()}) if as_json else str(report))
     raise typer.Exit(int(not report.ok))
+
+
+def _audit_with_operators(network: torch.nn.Module) -> Audit:
+    """Of the converted model; what conversion does not cover stays stock and shows up."""
+    from .verify.subject import example_inputs
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the table says the same
+        convert(network, strict=False)
+    return audit_model(network, example_inputs(network))
+
+
+def _print_report(report: Report) -> None:
+    """In colour if the terminal is wide enough for the table, else as text that is not cut."""
+    console = Console()
+    if console.is_terminal and console.width >= WIDTH:
+        console.print(report)
+    else:
+        typer.echo(str(report))
 
 
 def _dtypes(text: str | None) -> list[str]:

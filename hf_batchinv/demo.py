@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
@@ -75,7 +76,7 @@ def run_demo(
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    device = _pick_device(device)
+    device = pick_device(device)
     name = model or smollm2.find_smollm2()
     network, tokenizer = load(name, device, DTYPES[dtype])
     on_gpu = device.type == "cuda"
@@ -112,7 +113,7 @@ def explain_loading(name: str) -> Iterator[None]:
     """Turn what Transformers raises for a missing, foreign or broken model into a UsageError of one sentence."""
     try:
         yield
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"cannot load {name!r}: {reason}") from error
 
@@ -202,7 +203,7 @@ def encode(tokenizer, prompts: list[str], device: torch.device) -> dict[str, tor
     return {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def _pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -19,6 +19,7 @@ def test_names():
         "convert",
         "from_pretrained",
         "revert",
+        "verify",
     }
     assert all(hasattr(hf_batchinv, name) for name in hf_batchinv.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+", hf_batchinv.__version__)
@@ -28,11 +29,12 @@ def test_signatures():
     functions = {name: getattr(hf_batchinv, name) for name in hf_batchinv.__all__[2:]}
     parameters = {name: list(inspect.signature(function).parameters) for name, function in functions.items()}
     assert parameters == {
-        "audit": ["model"],
+        "audit": ["model", "example_inputs"],
         "batch_invariant_mode": [],
         "convert": ["model", "strict"],
         "from_pretrained": ["name", "cls", "strict", "kwargs"],
         "revert": ["model"],
+        "verify": ["model", "tokenizer", "texts", "axes", "budget", "max_tokens", "bisect", "progress"],
     }
     assert inspect.signature(hf_batchinv.convert).parameters["strict"].default is True
 

@@ -1,0 +1,66 @@
+"""Load whatever the command line was given: a directory, a Hub name or a GGUF file."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+
+from .demo import UsageError
+
+
+def source_of(name: str, revision: str | None = None) -> dict[str, Any]:
+    """Arguments for `from_pretrained` that lead to a model: its directory, Hub name, or the file in a directory.
+
+    Raises UsageError for a GGUF file that is not there, or with a revision, which files do not have.
+    """
+    path = Path(name)
+    if path.suffix.lower() != ".gguf":
+        return {"pretrained_model_name_or_path": name, **({"revision": revision} if revision else {})}
+    if not path.is_file():
+        raise UsageError(f"cannot load {name!r}: there is no such file")
+    if revision is not None:
+        raise UsageError(f"--revision is for models on the Hub, and {name!r} is a file; leave it out")
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+
+
+def load_model(
+    name: str, *, revision: str | None = None, dtype: str = "auto", device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Return a stock model in eval mode, of the class that its config names.
+
+    dtype: "auto" for that of the weights, or a name such as "bfloat16". A GGUF file's weights are unpacked.
+    Raises UsageError of one sentence if the model is missing, broken or of an unknown kind.
+    """
+    source = source_of(name, revision)
+    with _explained(name):
+        config = AutoConfig.from_pretrained(**source)
+        architecture = (getattr(config, "architectures", None) or ["AutoModel"])[0]
+        cls = getattr(transformers, architecture, AutoModel)
+        if "gguf_file" in source:
+            from transformers import AutoModelForCausalLM, GgufConfig
+
+            cls = AutoModelForCausalLM if cls is AutoModel else cls
+            source["quantization_config"] = GgufConfig(dequantize=True)
+        return cls.from_pretrained(**source, dtype=dtype).to(device).eval()
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """Return a model's tokenizer; raises UsageError of one sentence if it has none, or one that is broken."""
+    with _explained(name, "the tokenizer of "):
+        return AutoTokenizer.from_pretrained(**source_of(name, revision))
+
+
+@contextmanager
+def _explained(name: str, what: str = "") -> Iterator[None]:
+    """Whatever the libraries raise for the user's files is the user's to hear, in one sentence."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(f"cannot load {what}{name!r}: {reason or type(error).__name__}") from error
