@@ -256,6 +256,9 @@ def bench(
         str,
         typer.Option(help="i/n: only every n-th weight or head shape, from the i-th, to fill Triton's cache."),
     ] = "1/1",
+    first_call: Annotated[
+        bool, typer.Option("--first-call", help="Only count what a model's first generate compiles, and its seconds.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time every op beside stock PyTorch on this GPU, after its bits have been compared."""
@@ -263,6 +266,10 @@ def bench(
     if out is None and not as_json:
         out = Path(bench_command.DEFAULT_OUT)
     try:
+        if first_call:
+            result = bench_command.run_first_call(out)
+            typer.echo(json.dumps(result) if as_json else bench_command.first_call_text(result))
+            raise typer.Exit
         result = bench_command.run_bench(names, _dtypes(dtype), quick=quick, shard=_shard(shard), out=out)
     except (BenchError, StarvedError) as error:
         _stop(error)

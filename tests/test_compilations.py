@@ -8,11 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
-import hf_batchinv
 from hf_batchinv.bench.compilations import count_compilations
+from hf_batchinv.bench.first_call import generate, llama, measure
 
 ROOT = Path(__file__).resolve().parents[1]
 # Prefill and decode at three batch sizes, self-checks not counted. More is a first call that users notice.
@@ -21,54 +19,21 @@ MOST_COMPILATIONS = 40
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
-def llama():
-    """Two layers with the head size of real models, so that the tiles of real models serve it."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-
-
-def left_padded(batch, length):
-    """Token ids and mask of rows of different lengths."""
-    ids = torch.randint(2, 1024, (batch, length), generator=torch.Generator().manual_seed(batch))
-    mask = torch.arange(length) >= torch.arange(batch)[:, None] * length // (2 * batch)
-    return {"input_ids": ids * mask, "attention_mask": mask.long()}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["auto", "triton"])
 def test_generate_at_three_batch_sizes_compiles_few_kernels(engine, monkeypatch):
     monkeypatch.setenv("HF_BATCHINV_ENGINE", engine)
-    model = hf_batchinv.convert(llama().cuda())
+    model = llama("cuda")
     # The self-checks of a GPU that was not tested compile every tile, once in the life of an installation.
-    run(model, 1, 8)
+    generate(model, 1, 8)
     clear_compiled_kernels()
-    with count_compilations() as names:
-        for batch, length in ((1, 200), (4, 60), (32, 100)):
-            run(model, batch, length)
-    assert 0 < len(names) <= MOST_COMPILATIONS, Counter(names)
+    row = measure("cuda")
+    assert 0 < row["compilations"] <= MOST_COMPILATIONS, row
     with count_compilations() as again:
         for batch, length in ((1, 201), (3, 77), (29, 99)):  # near sizes are served by the kernels at hand
-            run(model, batch, length)
+            generate(model, batch, length)
     # Where cuBLASLt may serve, a new configuration of it is compared with one tile of ours, which that may compile.
     assert len(again) <= (engine == "auto"), Counter(again)
-
-
-def run(model, batch, length):
-    inputs = {name: tensor.to(model.device) for name, tensor in left_padded(batch, length).items()}
-    model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
 
 def clear_compiled_kernels():
@@ -119,3 +84,11 @@ def test_the_counter_names_every_compilation_and_only_those():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["softmax_rows", "softmax_chunk_sums", "softmax_chunk_finish", "5"]
+
+
+@needs_triton
+def test_the_row_of_a_first_call():
+    """On a CPU nothing is compiled; the calls and the form of the row are the same."""
+    row = measure("cpu")
+    assert row["op"] == "first_call" and row["compilations"] == 0 and row["kernels"] == {} and row["seconds"] > 0
+    assert [call["batch"] for call in row["calls"]] == [1, 4, 32]

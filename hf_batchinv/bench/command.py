@@ -30,10 +30,7 @@ def run_bench(
     run.require_gpu()
     draws = out is not None and plot.can_draw()
     if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BenchError(f"--out must be a directory that can be written, got {out} ({error.strerror})") from error
+        _make(out)
         if not draws:
             print("hf-batchinv: no PNG without matplotlib; run `pip install hf_batchinv[bench]`", file=sys.stderr)
     env, rates = run.start()
@@ -46,6 +43,38 @@ def run_bench(
         if draws and rows:
             plot.draw(op, rows, env, out / f"{op}.png")
     return result
+
+
+def run_first_call(out: Path | None) -> dict:
+    """Count what a first `generate` compiles in this process, and return {"env": ..., "rows": [row]}.
+
+    With `out`, the result is written to <out>/first_call.json. Raises BenchError.
+    """
+    from . import first_call, timing
+
+    run.require_gpu()
+    result = {"env": timing.environment(), "rows": [first_call.measure()]}
+    if out is not None:
+        _make(out)
+        (out / "first_call.json").write_text(json.dumps(result, indent=1))
+    return result
+
+
+def first_call_text(result: dict) -> str:
+    """One sentence for people."""
+    (row,) = result["rows"]
+    kernels = ", ".join(f"{name} {count}" for name, count in row["kernels"].items())
+    return (
+        f"{row['compilations']} Triton compilations in {row['seconds']} s for generate at {len(row['calls'])} batch "
+        f"sizes of a Llama: {kernels or 'none'}"
+    )
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(f"--out must be a directory that can be written, got {out} ({error.strerror})") from error
 
 
 def print_summary(result: dict, out: Path | None) -> None:
