@@ -119,10 +119,14 @@ def test_varlen_segments_are_attended_alone(module):
     ends_q, ends_k = [0, 5, 5, 12], [0, 30, 33, 60]
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
     call = dict(causal=True, scale=0.25, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    launch = module("_launch").launch_attention_varlen
     for split in (False, True):
-        got = module("_launch").launch_attention_varlen(query, key, value, *bounds, 7, 30, **call, split=split)
-        for s in (0, 2):
-            q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
-            alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
-            exact = exact_attention(*alone, call, torch.tensor([alone[1].shape[2] - alone[0].shape[2]]))[0]
-            assert (got[q].double() - exact).abs().max() < 2e-6
+        for origin in (None, torch.tensor([4, 0, -300], dtype=torch.int32)):
+            got = launch(query, key, value, *bounds, 7, 30, **call, origin=origin, split=split)
+            for s in (0, 2):
+                q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
+                alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
+                offset = torch.tensor([alone[1].shape[2] - alone[0].shape[2]])
+                start = None if origin is None else origin[s : s + 1]
+                exact = exact_attention(*alone, call, offset, origin=start)[0]
+                assert (got[q].double() - exact).abs().max() < 2e-6

@@ -24,7 +24,10 @@ def test_opcheck(module, dtype):
     zeros = torch.zeros(2, dtype=torch.int32)
     more = (torch.zeros(4), torch.zeros(2, 1, 5, 9), torch.ones(2, 9, dtype=torch.bool), zeros, zeros)
     torch.library.opcheck(attention._attention_op, (*operands(dtype), *settings, *more))
-    torch.library.opcheck(attention._attention_varlen_op, (*packed_operands(dtype), *settings, None))
+    packed = packed_operands(dtype)
+    torch.library.opcheck(attention._attention_varlen_op, (*packed, *settings, None, None))
+    origin = torch.zeros(packed[3].numel() - 1, dtype=torch.int32)
+    torch.library.opcheck(attention._attention_varlen_op, (*packed, *settings, torch.zeros(4), origin))
 
 
 def test_compiled_has_the_bits_of_eager(kernel, assert_same_bits):

@@ -147,6 +147,19 @@ def test_negative_control_cropped_sequences_without_origin_differ(kernel, count_
     assert count_differing_bits(kernel.attention_varlen(*few, **options), kernel.attention_varlen(*whole, **options))
 
 
+@on_each_device
+@in_each_dtype
+def test_origin_works_both_ways_and_what_other_sequences_hold_does_not_matter(kernel, assert_same_bits, device, dtype):
+    """Not causal, an origin behind the first key, and values in front of a sequence that are not numbers."""
+    q, k, v, *lengths = packed(device, dtype, (20, 70), (200, 300))
+    v[:200] = float("nan")
+    origin = torch.tensor([3, -70], dtype=torch.int32, device=device)
+    got = kernel.attention_varlen(q, k, v, *lengths, causal=False, origin=origin)
+    own = [x[first:].transpose(0, 1)[None] for x, first in ((q, 20), (k, 200), (v, 200))]
+    want = kernel.attention(*own, causal=False, origin=origin[1:])[0].transpose(0, 1)
+    assert_same_bits(got[20:], want)
+
+
 def test_tokens_behind_the_last_sequence_stay_zeros_with_origins(kernel):
     for lengths_q in ((1, 1), (1, 3)):
         q, k, v, *lengths = packed("cpu", torch.float32, lengths_q, (4, 6))
@@ -157,10 +170,9 @@ def test_tokens_behind_the_last_sequence_stay_zeros_with_origins(kernel):
 
 def test_origins_that_cannot_be_are_refused(kernel):
     q, k, v, *lengths = packed("cpu", torch.float32, (1, 2), (3, 6))
-    for origin, causal, message in (
-        (torch.zeros(3, dtype=torch.int32), True, r"origin to be an integer tensor of shape \(2,\)"),
-        (torch.zeros(2), True, "origin to be an integer tensor"),
-        (torch.zeros(2, dtype=torch.int32), False, "causal=True with origin"),
+    for origin, message in (
+        (torch.zeros(3, dtype=torch.int32), r"origin to be an integer tensor of shape \(2,\)"),
+        (torch.zeros(2), "origin to be an integer tensor"),
     ):
         with pytest.raises(ValueError, match=f"attention_varlen: expected {message}"):
-            kernel.attention_varlen(q, k, v, *lengths, causal=causal, origin=origin)
+            kernel.attention_varlen(q, k, v, *lengths, causal=True, origin=origin)

@@ -32,7 +32,7 @@ def attention_kernel(
     sinks_ptr,  # (Hq,)
     mask_ptr,  # (B, Hq, Q, KV) with broadcast strides
     key_mask_ptr,  # (B, 2 + KV) int32, see key_mask.py
-    origin_ptr,  # (B,)
+    origin_ptr,  # (B,), or (S,) if VARLEN
     query_offset_ptr,  # (B,)
     cu_query_ptr,  # (S + 1,)
     cu_key_ptr,  # (S + 1,)
@@ -101,7 +101,7 @@ def attention_kernel(
         batch = sequence * 0
     origin = 0
     if ORIGIN:
-        origin = tl.load(origin_ptr + batch)
+        origin = tl.load(origin_ptr + sequence)
     query_offset = kv_len - q_len
     if QUERY_OFFSET:
         query_offset = tl.load(query_offset_ptr + batch)

@@ -145,8 +145,8 @@ def check_cu_seqlens(op: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Te
         )
 
 
-def check_origins(op: str, origin: torch.Tensor, cu_seqlens: torch.Tensor, causal: bool) -> None:
-    """origin: integers (S,), one for each sequence that cu_seqlens bounds."""
+def check_origins(op: str, origin: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """origin: integers (S,), one for each sequence that cu_seqlens bounds; returned as int32, contiguous."""
     sequences = cu_seqlens.numel() - 1
     fits = origin.shape == (sequences,) and origin.dtype in (torch.int32, torch.int64)
     if not fits or origin.device != cu_seqlens.device:
@@ -154,8 +154,7 @@ def check_origins(op: str, origin: torch.Tensor, cu_seqlens: torch.Tensor, causa
             f"{op}: expected origin to be an integer tensor of shape ({sequences},) on {cu_seqlens.device}, "
             f"got {tuple(origin.shape)}, {origin.dtype}, {origin.device}; pass one int32 per sequence"
         )
-    if not causal:
-        raise ValueError(f"{op}: expected causal=True with origin, got {causal}; call attention for each sequence")
+    return origin.to(torch.int32).contiguous()
 
 
 def no_backward(op: str):

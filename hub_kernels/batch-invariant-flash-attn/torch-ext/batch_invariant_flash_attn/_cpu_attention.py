@@ -135,16 +135,18 @@ def attention_varlen(
     window_right: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    origin: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query (Tq, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv), cu_seqlens (S + 1,) -> (Tq, Hq, Dv)."""
+    """query (Tq, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv), cu_seqlens (S + 1,), origin (S,) -> (Tq, Hq, Dv)."""
     out = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
     queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    settings = (causal, scale, window_left, window_right, softcap, sinks, None, None, None, None)
+    settings = (causal, scale, window_left, window_right, softcap, sinks, None, None)
     for sequence in range(len(queries) - 1):
         of_query = slice(queries[sequence], queries[sequence + 1])
         of_key = slice(keys[sequence], keys[sequence + 1])
         operands = (query[of_query], key[of_key], value[of_key])
-        out[of_query] = attention(*(packed.transpose(0, 1)[None] for packed in operands), *settings)[0]
+        start = None if origin is None else origin[sequence : sequence + 1]
+        out[of_query] = attention(*(packed.transpose(0, 1)[None] for packed in operands), *settings, start, None)[0]
     return out
 
 

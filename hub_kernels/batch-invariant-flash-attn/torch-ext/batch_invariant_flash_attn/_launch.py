@@ -122,11 +122,14 @@ def launch_attention_varlen(
     window_right: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    origin: torch.Tensor | None,
     *,
     tile: plan.Tile | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
-    """query (Tq, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv), cu_seqlens (S + 1,) int32 -> (Tq, Hq, Dv)."""
+    """query (Tq, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv), cu_seqlens (S + 1,) and origin
+    (S,) int32 -> (Tq, Hq, Dv).
+    """
     total, heads, _ = query.shape
     return _launch(
         query.transpose(0, 1)[None],
@@ -142,6 +145,7 @@ def launch_attention_varlen(
         window=(window_left, window_right),
         softcap=softcap,
         sinks=sinks,
+        origin=origin,
         cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
         tile=tile,
         split=split,
@@ -189,7 +193,9 @@ def _launch(
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
     # Small heads keep to the masked walk: with head_dim 16 the other one was seen to give wrong values on an H200.
     full = mask is None and query.dtype != torch.float32 and min(block_d, block_dv) >= 64
-    descriptors = gpu.descriptors and full and _describable(key, block_d) and _describable(value, block_dv)
+    # In front of a packed sequence lie values of another one, which a load by descriptor would bring along.
+    whole = cu_seqlens is None or origin is None
+    descriptors = gpu.descriptors and full and whole and _describable(key, block_d) and _describable(value, block_dv)
 
     if query_offset is None and window[0] >= kv_len - 1:
         window = (-1, window[1])  # reaches behind the first key

@@ -1,7 +1,6 @@
-"""Keys and values of a paged cache, and packed sequences whose first keys a sliding cache has dropped.
+"""Keys and values of a paged cache, brought into a layout that the kernels know by copying rows.
 
-Both are brought into a layout that the kernels know by copying rows: a copy has the bits of what it copies, and the
-sequence's origin stays where it was, so neither page numbers nor page size nor cropping reach the sums.
+A copy has the bits of what it copies, so neither page numbers nor the page size reach the sums.
 """
 
 import torch
@@ -39,62 +38,3 @@ def page_rows(block_table: torch.Tensor, page_size: int, cu_seqlens_k: torch.Ten
     sequence = (torch.searchsorted(cu_seqlens_k, at, right=True) - 1).clamp_(max=sequences - 1)
     position = (at - cu_seqlens_k[sequence]).clamp_(0, longest - 1).long()
     return block_table[sequence, position // page_size].clamp_(min=0).long() * page_size + position % page_size
-
-
-def attend_from_origins(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    origin: torch.Tensor,
-    **options,
-) -> torch.Tensor:
-    """attention_varlen with an origin (S,) for each sequence, by calls of `attention`; causal only.
-
-    Sequences of one query (decoding) go together, the others one by one. Reads the lengths back from the device if
-    there are others.
-    """
-    from .attention import attention
-
-    assert options["causal"]
-    # One row more, for sequences without a query.
-    out = query.new_zeros(query.shape[0] + 1, query.shape[1], value.shape[-1])
-    if 0 in (origin.numel(), query.shape[0], key.shape[0], max_seqlen_q, max_seqlen_k):
-        return out[:-1]
-    first_q, first_k = cu_seqlens_q[:-1].long(), cu_seqlens_k[:-1].long()
-    length_q, length_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
-    if max_seqlen_q == 1:
-        at = torch.where(length_q == 1, first_q, query.shape[0])
-        first_q = first_q.clamp(max=query.shape[0] - 1)
-        decoded = _decode(query[first_q], key, value, first_k, length_k, max_seqlen_k, origin, options)
-        return out.index_copy_(0, at, decoded)[:-1]
-    edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    spans = list(zip(edges_q[:-1], edges_q[1:], edges_k[:-1], edges_k[1:], strict=True))
-    single = [s for s, (begin, end, _, _) in enumerate(spans) if end - begin == 1]
-    if single:
-        longest = max(spans[s][3] - spans[s][2] for s in single)
-        chosen = torch.tensor(single, device=query.device)
-        at = first_q[chosen]
-        lengths, origins = length_k[chosen], origin[chosen]
-        out.index_copy_(0, at, _decode(query[at], key, value, first_k[chosen], lengths, longest, origins, options))
-    for s, (begin, end, begin_k, end_k) in enumerate(spans):
-        if end - begin > 1:
-            operands = (query[begin:end], key[begin_k:end_k], value[begin_k:end_k])
-            one = attention(*(x.transpose(0, 1)[None] for x in operands), origin=origin[s : s + 1], **options)
-            out[begin:end] = one[0].transpose(0, 1)
-    return out[:-1]
-
-
-def _decode(query, key, value, first_k, lengths, longest: int, origin, options) -> torch.Tensor:
-    """query (S, Hq, D), each of which sees `lengths` packed keys from `first_k` on -> (S, Hq, Dv)."""
-    from .attention import attention
-
-    if longest == 0:
-        return query.new_zeros(*query.shape[:2], value.shape[-1])
-    # Behind a sequence's end lie keys of others: causality hides them.
-    rows = (first_k[:, None] + torch.arange(longest, device=key.device)).clamp_(max=key.shape[0] - 1).flatten()
-    key, value = (x.index_select(0, rows).view(-1, longest, *x.shape[1:]).transpose(1, 2) for x in (key, value))
-    return attention(query[:, :, None], key, value, origin=origin, query_offset=lengths - 1, **options)[:, :, 0]

@@ -14,7 +14,6 @@ from ._checks import (
 )
 from ._dispatch import device_of, runs_directly
 from ._ops import add_op_namespace_prefix
-from ._paged import attend_from_origins
 
 
 def attention(
@@ -104,8 +103,7 @@ def attention_varlen(
     `attention`.
 
     origin: (sequences,) index of each sequence's first key among its packed ones, negative where a sliding cache has
-        dropped it, so that the rest has the bits of the whole; 0 if None. Only with causal=True; reads the lengths back
-        from the device unless max_seqlen_q is 1.
+        dropped it, so that the rest has the bits of the whole; 0 if None.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
@@ -118,13 +116,10 @@ def attention_varlen(
     scale = check_scalars("attention_varlen", scale, window, softcap, query.shape[-1])
     check_sinks("attention_varlen", sinks, query, query.shape[1])
     if origin is not None:
-        check_origins("attention_varlen", origin, cu_seqlens_q, causal)
-        lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
-        options = dict(causal=True, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return attend_from_origins(query, key, value, *lengths, origin, **options)
+        origin = check_origins("attention_varlen", origin, cu_seqlens_q)
     tensors = (query, key, value, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
     settings = (int(max_seqlen_q), int(max_seqlen_k), bool(causal), scale, int(window[0]), int(window[1]))
-    arguments = (*tensors, *settings, float(softcap), sinks)
+    arguments = (*tensors, *settings, float(softcap), sinks, origin)
     if runs_directly(*tensors, sinks):
         return _varlen_on_cpu(*arguments) if query.device.type == "cpu" else _varlen_on_gpu(*arguments)
     return _attention_varlen_op(*arguments)
@@ -202,9 +197,11 @@ def _attention_varlen_op(
     window_right: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    origin: torch.Tensor | None,
 ) -> torch.Tensor:
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _varlen_on_gpu(query, key, value, *lengths, causal, scale, window_left, window_right, softcap, sinks)
+    settings = (causal, scale, window_left, window_right, softcap, sinks, origin)
+    return _varlen_on_gpu(query, key, value, *lengths, *settings)
 
 
 @torch.library.register_kernel(add_op_namespace_prefix("attention_varlen"), "cpu")
