@@ -11,14 +11,20 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from .demo import UsageError
 
+_FEWEST_TOKENS = 10  # of a tokenizer that can tell texts apart
+
 
 def source_of(name: str, revision: str | None = None) -> dict[str, Any]:
     """Arguments for `from_pretrained` that lead to a model: its directory, Hub name, or the file in a directory.
 
-    Raises UsageError for a GGUF file that is not there, or with a revision, which files do not have.
+    Raises UsageError for a path that leads nowhere, another kind of file, or a file with a revision.
     """
     path = Path(name)
     if path.suffix.lower() != ".gguf":
+        if name.startswith(("/", "./", "../", "~")) and not path.exists():
+            raise UsageError(f"cannot load {name!r}: there is no such directory")
+        if path.is_file():
+            raise UsageError(f"cannot load {name!r}: expected a directory, a Hub name or a GGUF file, got another file")
         return {"pretrained_model_name_or_path": name, **({"revision": revision} if revision else {})}
     if not path.is_file():
         raise UsageError(f"cannot load {name!r}: there is no such file")
@@ -51,7 +57,11 @@ def load_model(
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """Return a model's tokenizer; raises UsageError of one sentence if it has none, or one that is broken."""
     with _explained(name, "the tokenizer of "):
-        return AutoTokenizer.from_pretrained(**source_of(name, revision))
+        tokenizer = AutoTokenizer.from_pretrained(**source_of(name, revision))
+    # Transformers makes an empty one for a directory without a tokenizer's files.
+    if len(tokenizer) < _FEWEST_TOKENS:
+        raise UsageError(f"cannot load the tokenizer of {name!r}: it has {len(tokenizer)} tokens")
+    return tokenizer
 
 
 @contextmanager

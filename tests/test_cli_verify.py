@@ -12,6 +12,7 @@ from hf_batchinv import loading
 from hf_batchinv.verify import command
 from hf_batchinv.verify.cases import AXES
 from tests.test_cli_demo import ROOT, run, save_model
+from tests.tiny_models import make
 
 FAST = ("--axes", "mates,cache,chunks", "--budget", 1)
 
@@ -106,6 +107,14 @@ def test_a_gguf_file_is_verified_and_audited(gguf_file, tmp_path):
     assert run("audit", gguf_file).exit_code == 0
 
 
+def test_an_empty_tokenizer_is_as_good_as_none(tmp_path):
+    """Transformers makes one for a directory without a tokenizer's files, for some kinds of models."""
+    make("gemma3").save_pretrained(tmp_path)
+    done = run("verify", tmp_path, *FAST)
+    assert done.exit_code == 0, done.output
+    assert "cannot load the tokenizer of" in done.stderr and "asked random token ids" in done.stderr
+
+
 def test_a_hub_name_goes_to_the_hub_with_its_revision():
     assert loading.source_of("org/name", "v2") == {"pretrained_model_name_or_path": "org/name", "revision": "v2"}
     assert loading.source_of("org/name") == {"pretrained_model_name_or_path": "org/name"}
@@ -140,6 +149,8 @@ def test_an_axis_that_could_not_run_exits_with_2(llama, monkeypatch):
     "arguments, sentence",
     [
         (["no/such/directory"], "cannot load 'no/such/directory'"),
+        (["./no/such/directory"], "cannot load './no/such/directory': there is no such directory"),
+        (["CONFIG"], "expected a directory, a Hub name or a GGUF file, got another file"),
         (["no/such/file.gguf"], "cannot load 'no/such/file.gguf': there is no such file"),
         (["LLAMA", "--axes", "padding"], f"axes must be 'all' or some of {', '.join(AXES)}, got padding"),
         (["LLAMA", "--budget", "0"], "budget"),
@@ -159,6 +170,7 @@ def test_a_user_error_is_one_sentence_and_exit_code_2(arguments, sentence, llama
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     (tmp_path / "EMPTY.gguf").write_bytes(b"")
     names = {"LLAMA": llama, "BROKEN": str(tmp_path), "EMPTY.gguf": str(tmp_path / "EMPTY.gguf")}
+    names["CONFIG"] = str(tmp_path / "config.json")
     done = run("verify", *(names.get(argument, argument) for argument in arguments))
     assert done.exit_code == 2, done.output
     assert sentence.lower() in done.stderr.lower()
