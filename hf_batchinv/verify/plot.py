@@ -61,7 +61,10 @@ def _bars(ax, report: rp.Report, title: str, measure, written, log: bool = False
     lowest, highest = min(drawn, default=1.0), max(drawn, default=1.0)
     left, right = (lowest / 10, highest * (highest / lowest * 10) ** 0.3) if log else (0.0, 1.3 * highest)
     if log:
+        from matplotlib.ticker import NullFormatter
+
         ax.set_xscale("log")
+        ax.xaxis.set_minor_formatter(NullFormatter())  # they overlap within one decade
     ax.set_xlim(left, right)
     lengths = [min(value or 0.0, highest) - left if value else 0.0 for value in values]
     ax.barh(range(len(values)), lengths, left=left, color=DIFFERS_COLOUR, height=0.7)
