@@ -75,7 +75,7 @@ def run_demo(
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    device = _pick_device(device)
+    device = pick_device(device)
     name = model or smollm2.find_smollm2()
     network, tokenizer = load(name, device, DTYPES[dtype])
     on_gpu = device.type == "cuda"
@@ -202,7 +202,8 @@ def encode(tokenizer, prompts: list[str], device: torch.device) -> dict[str, tor
     return {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def _pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """The device of that name, for "auto" a GPU if there is one; raises UsageError if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
