@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from tqdm import tqdm
-from transformers import logging
+from transformers import PreTrainedModel, logging
 
 from .. import __version__
 from ..bench.plot import can_draw
 from ..bench.timing import environment
+from ..conversion import plan_conversion
 from ..demo import DTYPES, UsageError, pick_device
 from ..errors import UnsupportedModelError
 from ..smollm2 import ModelUnavailableError
@@ -102,7 +103,7 @@ def _measure_model(
             result.leave_out(setting, "time")
     elif settings:
         model, name = models.load(source, device, DTYPES[options.dtype])
-        _check_lengths(model, settings)
+        _check(model, settings)
         comparison = Comparison(model, name, options.dtype, Clock(device))
         _measure_settings(comparison, settings, result, deadline)
     for why in dict.fromkeys(item["why"] for item in result.data["left_out"]):
@@ -134,7 +135,11 @@ def _measure_settings(comparison: Comparison, settings: list[Setting], result: R
             bar.update()
 
 
-def _check_lengths(model, settings: list[Setting]) -> None:
+def _check(model: PreTrainedModel, settings: list[Setting]) -> None:
+    """Refuse now what would fail after stock has been measured."""
+    conversion = plan_conversion(model)
+    if conversion.problems:
+        raise UnsupportedModelError(conversion.model, conversion.problems)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(settings, key=lambda setting: setting.prompt + setting.new_tokens)
     if most is not None and longest.prompt + longest.new_tokens > most:
@@ -238,9 +243,9 @@ def _print(result: dict, out: Path) -> None:
     console.print(f"\n{env['device']}, torch {env['torch']}, transformers {env['transformers']}, {result['dtype']}")
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         console.print(table.speeds(name, [row for row in result["rows"] if row["model"] == name]))
-    console.print("ms of generate: a step of decoding, in which every sequence of the batch gets one token")
+    console.print("ms of generate: one step, in which every sequence of the batch gets a token", markup=False)
     seen = dict.fromkeys((profile["model"], profile["what"]) for profile in result["profiles"])
     for model, what in seen:
         both = [profile for profile in result["profiles"] if (profile["model"], profile["what"]) == (model, what)]
-        console.print(table.operations(f"{model}: {what}", both))
+        console.print(table.operations(f"{model}: {what}", both, console.width))
     console.print(f"rows and pictures: {out}", markup=False)
