@@ -130,6 +130,10 @@ def _measure_settings(comparison: Comparison, settings: list[Setting], result: R
             except RuntimeError as error:  # such as a compiler that stock code lacks here: the other settings may go
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 result.leave_out(setting, f"{type(error).__name__}: {reason}")
+            else:
+                stock = result.data["runs"][-2]
+                if setting.cache == "static" and comparison.clock.on_gpu and not stock["compiled"]:
+                    _note(f"{setting}: stock did not compile, so this is not stock at its best")
             comparison.clock.free()  # here, where the error and the tensors of its frames are gone
             deadline.took(comparison.name, setting, time.monotonic() - start)
             bar.update()

@@ -1,5 +1,6 @@
 """Which operations the time of a setting goes to, from torch's profiler."""
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,8 @@ from .settings import Setting
 
 MOST_STEPS = 4  # of decoding
 MOST_ROWS, MOST_LETTERS = 15, 120
+# A second profile after CUDA graphs have run may crash otherwise; torch sets the same where it knows of the graphs.
+CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 
 
 class Window(LogitsProcessor):
@@ -42,6 +45,8 @@ def profile(call: Callable[..., object], setting: Setting, clock: Clock) -> dict
     On a GPU the operations are kernels and copies, and what busy_us lacks to wall_us is the device waiting for the
     host; on a CPU they are torch's operators.
     """
+    for name, value in CUPTI.items():
+        os.environ.setdefault(name, value)
     activity = ProfilerActivity.CUDA if clock.on_gpu else ProfilerActivity.CPU
     profiler = torch.profiler.profile(activities=[activity])
     if setting.op == "generate":
