@@ -204,6 +204,7 @@ def encode(tokenizer, prompts: list[str], device: torch.device) -> dict[str, tor
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of that name, for "auto" a GPU if there is one; raises UsageError if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

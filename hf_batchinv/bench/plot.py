@@ -194,7 +194,7 @@ def draw(op: str, rows: list[dict], env: dict, path: Path) -> None:
     figure.suptitle(f"{op}, batch invariant, beside {PEERS[op]}\n{where}", fontsize=12)
     axes = figure.subplots(down, across, squeeze=False).flatten()
     for panel, ax in zip(panels, axes, strict=False):
-        _draw_panel(panel, ax)
+        draw_panel(panel, ax)
         # Both panels of a pair have the same lines: one legend, at the right of the second.
         alone = op == "attention" or ax in axes[1::2] or panel is panels[-1]
         if panel.series and alone:
@@ -204,7 +204,7 @@ def draw(op: str, rows: list[dict], env: dict, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_panel(panel: Panel, ax) -> None:
+def draw_panel(panel: Panel, ax) -> None:
     ax.set_title(panel.title, fontsize=10)
     ax.set_xlabel(panel.x, fontsize=9)
     ax.set_ylabel(panel.y, fontsize=9)

@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
@@ -28,10 +29,13 @@ def driver_version() -> str | None:
     return answer.stdout.split()[0]
 
 
-def environment() -> dict[str, str | int | None]:
-    """The machine and software of a measurement, for the head of a result file."""
-    import triton
-
+def environment(device: str = "cuda") -> dict[str, str | int | None]:
+    """The machine and software of a measurement, for the head of a result file; device is "cuda" or "cpu"."""
+    versions = {name: _version(name) for name in ("torch", "triton", "transformers")}
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    if device == "cpu":
+        machine = {"device": f"CPU ({platform.machine()})", "threads": torch.get_num_threads()}
+        return machine | {"driver": None, "cuda": None} | versions | {"date": date}
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
@@ -39,11 +43,19 @@ def environment() -> dict[str, str | int | None]:
         "multiprocessors": properties.multi_processor_count,
         "driver": driver_version(),
         "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **versions,
+        "date": date,
     }
+
+
+def _version(name: str) -> str | None:
+    """The version of an installed package as it calls itself (torch with its build), None if it is missing."""
+    if name == "torch":
+        return torch.__version__
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def graph_time(calls: Sequence[Callable[[], object]], replays: int = 5) -> float:
