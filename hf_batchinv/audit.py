@@ -68,7 +68,7 @@ class Audit:
         for (status, module, reason), count, first in self._groups():
             table.add_row(status, str(count), module, reason, first or "(the model itself)")
         text = io.StringIO()
-        console = Console(file=text, width=_TABLE_WIDTH, color_system=None, markup=False)
+        console = Console(file=text, width=_TABLE_WIDTH, color_system=None, markup=False, force_jupyter=False)
         console.print(table)
         if self.operators is not None:
             console.print(self._operator_table())

@@ -85,5 +85,6 @@ def renderable(report: rp.Report) -> Group:
 def text(report: rp.Report) -> str:
     """The report as plain text, without colours."""
     out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None).print(renderable(report))
+    # Without force_jupyter=False, rich shows it in a notebook by itself and leaves `out` empty.
+    Console(file=out, width=WIDTH, color_system=None, force_jupyter=False).print(renderable(report))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
