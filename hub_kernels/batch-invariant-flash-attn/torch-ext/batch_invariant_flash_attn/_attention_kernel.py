@@ -106,13 +106,13 @@ def attention_kernel(
     if QUERY_OFFSET:
         query_offset = tl.load(query_offset_ptr + batch)
     key_mask_base = key_mask_ptr
-    holes = False
+    holes = 0
     if KEY_MASK:
         key_mask_base += batch.to(tl.int64) * stride_kmb
         kv_len = tl.minimum(kv_len, tl.load(key_mask_base))
-        holes = tl.load(key_mask_base + 1) != 0
+        holes = tl.load(key_mask_base + 1)
         key_mask_base += 2
-        if ONLY_HOLES and not holes:
+        if ONLY_HOLES and holes == 0:
             return
 
     rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -182,7 +182,7 @@ def attention_kernel(
             unseen = query_offset + last_i - window_left - origin
             full_begin = tl.maximum(full_begin, tl.cdiv(tl.maximum(unseen, 0), BLOCK_N))
         if KEY_MASK:
-            full_end = tl.where(holes, first_block, full_end)
+            full_end = tl.where(holes != 0, first_block, full_end)
         full_begin = tl.minimum(full_begin, full_end)
     leading_end = full_begin if FULL else last_block
     state = (m, lanes, acc, m_total, weight_total, acc_total, split_end)
@@ -223,7 +223,7 @@ def attention_kernel(
                 v_base,
                 mask_base,
                 key_mask_base,
-                holes,
+                holes * kv_len,
                 origin,
                 kv_len,
                 high,

@@ -183,7 +183,7 @@ def masked_blocks(
     v_base,
     mask_base,  # (R,) pointers, if MASK
     key_mask_base,  # the keys of the row's mask, if KEY_MASK
-    holes,  # whether any of them before kv_len is missing
+    looked_up,  # keys before this one are looked up in it: kv_len, or 0 if none is missing
     origin,
     kv_len,
     high,
@@ -240,7 +240,7 @@ def masked_blocks(
         if KEY_MASK:
             # Never an 8-bit load: through it the compiler takes k and v for 8-bit operands, and a matrix unit of the
             # older kind (`mma.sync`) then sums each 16 products in another order.
-            real = real & (tl.load(key_mask_base + j, mask=real & holes, other=1) != 0)
+            real = real & (tl.load(key_mask_base + j, mask=real & (j < looked_up), other=1) != 0)
         k_rows = k_base + j.to(tl.int64)[:, None] * stride_kn
         if FLOAT32:
             # Short sums over parts of the head: one running sum over all of it would lose accuracy that shows.
