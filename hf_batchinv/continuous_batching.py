@@ -11,7 +11,6 @@ release is of one or the other kind is read from the signatures and argument nam
 neither is refused. Other models go through the stock method.
 """
 
-import functools
 import inspect
 
 import torch
@@ -22,6 +21,7 @@ from transformers.generation.continuous_batching import cache, continuous_api, i
 from . import conversion
 from .attention import batch_invariant_attention
 from .dispatch import ATTENTION_NAME
+from .wrapping import is_wrapped, unwrapped, wrapped
 
 PAGED_NAME = f"paged|{ATTENTION_NAME}"
 
@@ -62,15 +62,15 @@ def install() -> None:
     AttentionInterface.register(PAGED_NAME, paged_batch_invariant_attention)
     for name, wrapper in (("__init__", _init), ("switch_to_cb_friendly_attn", _switch)):
         original = vars(continuous_api.ContinuousBatchingManager)[name]
-        if not hasattr(original, "_hf_batchinv"):
-            setattr(continuous_api.ContinuousBatchingManager, name, _wrapped(original, wrapper))
+        if not is_wrapped(original):
+            setattr(continuous_api.ContinuousBatchingManager, name, wrapped(original, wrapper))
 
 
 def uninstall() -> None:
     """Put the stock methods back: `generate_batch` of a converted model is then what Transformers makes of it."""
     for name in ("__init__", "switch_to_cb_friendly_attn"):
         method = vars(continuous_api.ContinuousBatchingManager)[name]
-        setattr(continuous_api.ContinuousBatchingManager, name, getattr(method, "_hf_batchinv", method))
+        setattr(continuous_api.ContinuousBatchingManager, name, unwrapped(method))
 
 
 def paged_batch_invariant_attention(
@@ -100,15 +100,6 @@ def paged_batch_invariant_attention(
         )
     kwargs.update({f"max_length_{of}": kwargs.pop(f"max_seqlen_{of}") for of in "qk"})
     return batch_invariant_attention(module, query, key, value, attention_mask, **kwargs)
-
-
-def _wrapped(original, wrapper):
-    @functools.wraps(original)
-    def call(*args, **kwargs):
-        return wrapper(original, *args, **kwargs)
-
-    call._hf_batchinv = original
-    return call
 
 
 def _init(original, self, *args, **kwargs):

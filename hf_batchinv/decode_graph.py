@@ -19,6 +19,7 @@ from torch import nn
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from .errors import first_line
 from .mask import BatchInvariantMask
 
 # More kinds of steps than a call of `generate` has: before and after its sliding windows are full.
@@ -96,7 +97,7 @@ class DecodeGraph:
         except RuntimeError as error:
             raise RuntimeError(
                 f"a decoding step of {type(self.model).__name__} could not be recorded as a CUDA graph "
-                f"({str(error).splitlines()[0]}); pass disable_compile=True to generate"
+                f"({first_line(error)}); pass disable_compile=True to generate"
             ) from error
         counts = [(layer, name, after - before[layer, name]) for (layer, name), after in _counts(cache).items()]
         return _Recording(static, replay, outputs, counts)

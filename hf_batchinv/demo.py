@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from . import smollm2
 from .conversion import convert
+from .errors import first_line
 from .testing import bits
 
 PROMPT = "Tell me about Richard Feynman"
@@ -114,8 +115,7 @@ def explain_loading(name: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"cannot load {name!r}: {reason}") from error
+        raise UsageError(f"cannot load {name!r}: {first_line(error)}") from error
 
 
 def plan_batches(sizes: Sequence[int], completions: int, seed: int) -> list[Batch]:

@@ -1,8 +1,13 @@
-"""What hf_batchinv raises when a model cannot be converted whole."""
+"""What hf_batchinv raises when a model cannot be converted whole, and how it quotes what others raise."""
 
 from dataclasses import dataclass
 
 _NAMES_SHOWN = 3
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its class's name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @dataclass(frozen=True)

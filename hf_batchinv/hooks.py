@@ -10,7 +10,6 @@ head), it is converted too, so that no stock layer gets in unseen.
 """
 
 import contextvars
-import functools
 import inspect
 from contextlib import contextmanager
 
@@ -21,6 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from . import continuous_batching, conversion, decode_graph
 from .dispatch import ATTENTION_NAME
 from .errors import Problem, UnsupportedModelError
+from .wrapping import is_wrapped, wrapped
 
 _USE_KERNELS = (
     "use_kernels=True replaces layers that attn_implementation='batch_invariant' converts, so both cannot be had; "
@@ -57,23 +57,14 @@ def install() -> None:
 
 def _wrap_classmethod(name: str, wrapper) -> None:
     original = vars(PreTrainedModel)[name].__func__
-    if not hasattr(original, "_hf_batchinv"):
-        setattr(PreTrainedModel, name, classmethod(_wrapped(original, wrapper)))
+    if not is_wrapped(original):
+        setattr(PreTrainedModel, name, classmethod(wrapped(original, wrapper)))
 
 
 def _wrap_method(name: str, wrapper, cls: type = PreTrainedModel) -> None:
     original = vars(cls)[name]
-    if not hasattr(original, "_hf_batchinv"):
-        setattr(cls, name, _wrapped(original, wrapper))
-
-
-def _wrapped(original, wrapper):
-    @functools.wraps(original)
-    def call(self_or_cls, *args, **kwargs):
-        return wrapper(original, self_or_cls, *args, **kwargs)
-
-    call._hf_batchinv = True
-    return call
+    if not is_wrapped(original):
+        setattr(cls, name, wrapped(original, wrapper))
 
 
 # --- what the wrapped functions do ---

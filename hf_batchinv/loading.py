@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from .demo import UsageError
+from .errors import first_line
 
 _FEWEST_TOKENS = 10  # of a tokenizer that can tell texts apart
 
@@ -72,5 +73,4 @@ def _explained(name: str, what: str = "") -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UsageError(f"cannot load {what}{name!r}: {reason or type(error).__name__}") from error
+        raise UsageError(f"cannot load {what}{name!r}: {first_line(error)}") from error

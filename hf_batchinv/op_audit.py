@@ -8,7 +8,6 @@ are launched past PyTorch's dispatcher are not seen here; the table of modules r
 
 import importlib
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from . import hub, layers
 from .intercept import _OPERATORS as REDUCTIONS
 from .intercept import _is_refused as is_uncovered_reduction
+from .testing import call_arguments
 
 OURS, EXACT, STOCK, VARIES_ON_CPU, UNKNOWN = (
     "our kernel",
@@ -71,17 +71,12 @@ def audit_operators(model: nn.Module, example_inputs: Any) -> tuple[OpRow, ...]:
     example_inputs: keyword arguments as a mapping, positional ones as a tuple or list, or a single tensor.
     Raises TypeError for anything else; what the model raises comes through.
     """
-    if isinstance(example_inputs, torch.Tensor):
-        args, kwargs = (example_inputs,), {}
-    elif isinstance(example_inputs, Mapping):
-        args, kwargs = (), dict(example_inputs)
-    elif isinstance(example_inputs, (tuple, list)):
-        args, kwargs = tuple(example_inputs), {}
-    else:
+    if (call := call_arguments(example_inputs)) is None:
         raise TypeError(
             "example_inputs must be a tensor, a mapping of keyword arguments or a tuple of positional ones, got "
             f"{type(example_inputs).__name__}"
         )
+    args, kwargs = call
     names = {id(module): name for name, module in model.named_modules()}
     recorder, handles = _Recorder(), []
     try:

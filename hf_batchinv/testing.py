@@ -61,7 +61,11 @@ def assert_batch_invariant(model_or_fn: Callable, inputs: Any, what: str = "") -
     Raises ValueError if there is no batch in `inputs`, or nothing in the output has its rows.
     """
     what = what or getattr(model_or_fn, "__name__", type(model_or_fn).__name__)
-    args, kwargs = _arguments(inputs)
+    if (call := call_arguments(inputs)) is None:
+        raise ValueError(
+            f"inputs must be a tensor, a mapping or a tuple, got {type(inputs).__name__}; wrap what you pass"
+        )
+    args, kwargs = call
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     rows = tensors[0].shape[0] if tensors else 0
     if rows < 2:
@@ -91,14 +95,17 @@ def assert_batch_invariant(model_or_fn: Callable, inputs: Any, what: str = "") -
                     raise AssertionError(message + _first_place(model_or_fn, run, row, rows, args, kwargs, mask))
 
 
-def _arguments(inputs: Any) -> tuple[tuple, dict]:
+def call_arguments(inputs: Any) -> tuple[tuple, dict] | None:
+    """(args, kwargs) of a single tensor, of keyword arguments in a mapping or positional ones in a tuple or list; None
+    for anything else.
+    """
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
-    raise ValueError(f"inputs must be a tensor, a mapping or a tuple, got {type(inputs).__name__}; wrap what you pass")
+    return None
 
 
 def _outputs(output: Any, rows: int) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from ..errors import first_line
 from . import timing
 from .cases import LinearCase
 from .linear import STARVED_ENVIRONMENT, operands, work
@@ -34,7 +35,7 @@ def times(cases: list[LinearCase], device: str, progress: bool) -> list[float | 
                 try:
                     found.append(timing.graph_time(calls))
                 except RuntimeError as error:
-                    note(f"cuBLASLt without workspace does not take {case}: {str(error).splitlines()[0]}")
+                    note(f"cuBLASLt without workspace does not take {case}: {first_line(error)}")
                     found.append(None)
                 bar.update()
             del given, x, weights, calls

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
+from ..errors import first_line
 from ..testing import bits
 from . import timing
 from .cases import Case, dimensions
@@ -80,6 +81,6 @@ def _stock_time(time: Callable[[Call], float], call: Call, name: str, case: Case
     try:
         return time(call)
     except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         note(f"{name} does not take {case}: {reason}")
         return None

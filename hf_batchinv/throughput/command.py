@@ -21,7 +21,7 @@ from ..bench.plot import can_draw
 from ..bench.timing import environment
 from ..conversion import plan_conversion
 from ..demo import DTYPES, UsageError, pick_device
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, first_line
 from ..smollm2 import ModelUnavailableError
 from . import models, plot, table
 from .clock import Clock
@@ -128,7 +128,7 @@ def _measure_settings(comparison: Comparison, settings: list[Setting], result: R
             except torch.OutOfMemoryError:
                 result.leave_out(setting, "memory")
             except RuntimeError as error:  # such as a compiler that stock code lacks here: the other settings may go
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
                 result.leave_out(setting, f"{type(error).__name__}: {reason}")
             else:
                 stock = result.data["runs"][-2]

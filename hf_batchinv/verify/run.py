@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from ..errors import first_line
 from . import report as rp
 from .bisect import find_culprit
 from .cases import AXES, plan
 from .compare import compare
 from .sequence import Case, Sequence
-from .subject import Subject, VerifyError, examine, first_line, sequences
+from .subject import Subject, VerifyError, examine, sequences
 
 
 def chosen_axes(axes: str | ListOf[str]) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import conversion
+from ..errors import first_line
 
 TEXTS = (
     "The tide tables for the harbour were printed once a year, and nobody had thought to check them against the water "
@@ -159,11 +160,6 @@ def forward(subject: Subject, **inputs):
         return subject.model(**inputs)
     except Exception as error:
         raise VerifyError(f"{type(subject.model).__name__} cannot run a plain forward: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class's name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def main_output(output) -> torch.Tensor:

@@ -84,15 +84,16 @@ def check_sinks(op: str, sinks: torch.Tensor | None, query: torch.Tensor, heads:
         )
 
 
-def check_per_row(op: str, name: str, tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Return an integer tensor (B,) as int32."""
+def check_integers(
+    op: str, name: str, tensor: torch.Tensor | None, count: int, device: torch.device, each: str
+) -> torch.Tensor | None:
+    """Return an integer tensor (count,), one number for `each`, as int32 and contiguous."""
     if tensor is None:
         return None
-    batch = query.shape[0]
-    if tensor.shape != (batch,) or tensor.dtype not in (torch.int32, torch.int64) or tensor.device != query.device:
+    if tensor.shape != (count,) or tensor.dtype not in (torch.int32, torch.int64) or tensor.device != device:
         raise ValueError(
-            f"{op}: expected {name} to be an integer tensor of shape ({batch},) on {query.device}, "
-            f"got {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}; pass one int32 per row of the batch"
+            f"{op}: expected {name} to be an integer tensor of shape ({count},) on {device}, "
+            f"got {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}; pass one int32 per {each}"
         )
     return tensor.to(torch.int32).contiguous()
 
@@ -143,18 +144,6 @@ def check_cu_seqlens(op: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Te
             f"{op}: expected cu_seqlens_q and cu_seqlens_k of one length, got {cu_seqlens_q.numel()} and "
             f"{cu_seqlens_k.numel()}; describe the same sequences in both"
         )
-
-
-def check_origins(op: str, origin: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """origin: integers (S,), one for each sequence that cu_seqlens bounds; returned as int32, contiguous."""
-    sequences = cu_seqlens.numel() - 1
-    fits = origin.shape == (sequences,) and origin.dtype in (torch.int32, torch.int64)
-    if not fits or origin.device != cu_seqlens.device:
-        raise ValueError(
-            f"{op}: expected origin to be an integer tensor of shape ({sequences},) on {cu_seqlens.device}, "
-            f"got {tuple(origin.shape)}, {origin.dtype}, {origin.device}; pass one int32 per sequence"
-        )
-    return origin.to(torch.int32).contiguous()
 
 
 def no_backward(op: str):

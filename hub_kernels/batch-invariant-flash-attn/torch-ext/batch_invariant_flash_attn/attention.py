@@ -4,10 +4,9 @@ import torch
 
 from ._checks import (
     check_cu_seqlens,
+    check_integers,
     check_masks,
     check_operands,
-    check_origins,
-    check_per_row,
     check_scalars,
     check_sinks,
     no_backward,
@@ -67,8 +66,9 @@ def attention(
     scale = check_scalars("attention", scale, window, softcap, query.shape[-1])
     check_sinks("attention", sinks, query, query.shape[1])
     check_masks("attention", mask, key_mask, query, key.shape[2])
-    origin = check_per_row("attention", "origin", origin, query)
-    query_offset = check_per_row("attention", "query_offset", query_offset, query)
+    per_row = (query.shape[0], query.device, "row of the batch")
+    origin = check_integers("attention", "origin", origin, *per_row)
+    query_offset = check_integers("attention", "query_offset", query_offset, *per_row)
     tensors = (query, key, value, sinks, mask, key_mask)
     settings = (bool(causal), scale, int(window[0]), int(window[1]), float(softcap))
     arguments = (*tensors[:3], *settings, *tensors[3:], origin, query_offset)
@@ -115,8 +115,8 @@ def attention_varlen(
     check_cu_seqlens("attention_varlen", cu_seqlens_q, cu_seqlens_k, query)
     scale = check_scalars("attention_varlen", scale, window, softcap, query.shape[-1])
     check_sinks("attention_varlen", sinks, query, query.shape[1])
-    if origin is not None:
-        origin = check_origins("attention_varlen", origin, cu_seqlens_q)
+    per_sequence = (cu_seqlens_q.numel() - 1, query.device, "sequence")
+    origin = check_integers("attention_varlen", "origin", origin, *per_sequence)
     tensors = (query, key, value, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
     settings = (int(max_seqlen_q), int(max_seqlen_k), bool(causal), scale, int(window[0]), int(window[1]))
     arguments = (*tensors, *settings, float(softcap), sinks, origin)
