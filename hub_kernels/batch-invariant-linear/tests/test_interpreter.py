@@ -27,8 +27,9 @@ def test_every_tile_computes_a_linear(module, shape, dtype):
     for tile in plan.all_tiles(k, dtype, plan.Gpu((9, 0), 4)):
         if tile.tma and (n % 8 or k % 8):
             continue
-        got = launch.launch_linear(x, weight, bias, tile)
-        assert (got.double() - exact).abs().max() < TOLERANCE[dtype] * 4, tile
+        for apart in (False, True):
+            got = launch.launch_linear(x, weight, bias, tile, apart)
+            assert (got.double() - exact).abs().max() < TOLERANCE[dtype] * 4, (tile, apart)
 
 
 def test_strided_operands(module):

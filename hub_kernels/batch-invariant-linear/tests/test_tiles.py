@@ -20,7 +20,9 @@ def test_every_tile_gives_the_same_bits(module, assert_same_bits, shape, dtype):
         for tile in plan.all_tiles(k, dtype, launch.gpu_of(x.device)):
             if not launch.serves(tile, x, weight):
                 continue  # tensor descriptors cannot describe these rows, and the plan does not ask for it
-            assert_same_bits(launch.launch_linear(x, weight, None, tile), want, f"{rows} rows, {tile}")
+            for apart in (False, True):
+                got = launch.launch_linear(x, weight, None, tile, apart)
+                assert_same_bits(got, want, f"{rows} rows, {tile}, splits apart {apart}")
 
 
 @pytest.mark.gpu

@@ -8,7 +8,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import _cublaslt, contract, plan, selfcheck
 from ._grouped_linear_kernel import grouped_linear_kernel, grouped_linear_tma_kernel
-from ._linear_kernel import linear_kernel, linear_tma_kernel
+from ._linear_kernel import combine_kernel, linear_kernel, linear_tma_kernel
+
+COMBINE_BLOCK = 64  # outputs that a program of the combining kernel adds up
 
 
 @functools.cache
@@ -31,9 +33,9 @@ def _choose_tile(x: torch.Tensor, rows: int, n: int, k: int, descriptors: bool) 
 
 def _order(order: contract.LinearContract, k: int, tile: plan.Tile, gpu: plan.Gpu) -> dict:
     """What a contract tells the kernels."""
-    assert not order.compensated or (tile.k == order.k_chunk and not tile.tma), (order, tile)
+    assert not order.k_split or (tile.k == order.k_chunk and not tile.tma), (order, tile)
     return dict(
-        COMPENSATED=order.compensated,
+        SPLIT_K=order.k_split or 0,
         PARTS=order.parts,
         FLOAT_PARTS=gpu.capability < (8, 0),
         EVEN_K=k % tile.k == 0,
@@ -87,11 +89,16 @@ def engine_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 def launch_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: plan.Tile | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: plan.Tile | None = None,
+    apart: bool | None = None,
 ) -> torch.Tensor:
     """x (M, K), weight (N, K), any strides, bias (N,) or None -> (M, N).
 
-    `tile` overrides the plan (tests, tuning) and keeps to Triton.
+    `tile` overrides the plan (tests, tuning) and keeps to Triton; so does `apart`, whether programs take single splits
+    of K.
     """
     rows, k = x.shape
     n = weight.shape[0]
@@ -106,7 +113,7 @@ def launch_linear(
         tile = _choose_tile(x, rows, n, k, _describable(x, weight))
     if not tile.tma:
         order = contract.linear_contract(n=n, k=k, dtype=x.dtype)
-        return _launch_pointer(x[None], weight[None], bias, y[None], order, tile)[0]
+        return _launch_pointer(x[None], weight[None], bias, y[None], order, tile, apart)[0]
     programs = min(gpu_of(x.device).multiprocessors, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n))
     linear_tma_kernel[(programs,)](
         _descriptor(x, tile.m, tile.k),
@@ -137,22 +144,30 @@ def launch_bmm(x: torch.Tensor, y: torch.Tensor, tile: plan.Tile | None = None) 
     return _launch_pointer(x, y.transpose(1, 2), None, out, contract.bmm_contract(dtype=x.dtype), tile)
 
 
-def _launch_pointer(x, weight, bias, y, order: contract.LinearContract, tile: plan.Tile) -> torch.Tensor:
+def _launch_pointer(
+    x, weight, bias, y, order: contract.LinearContract, tile: plan.Tile, apart: bool | None = None
+) -> torch.Tensor:
     batch, rows, k = x.shape
     n = weight.shape[1]
-    grid = (batch * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)
-    linear_kernel[grid](
+    programs = batch * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
+    splits = triton.cdiv(k, order.k_split) if order.k_split not in (None, order.k_chunk) else 1
+    if apart is None:
+        apart = plan.splits_apart(rows=rows, programs=programs, splits=splits, gpu=gpu_of(x.device))
+    apart = apart and splits > 1
+    parts = torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device) if apart else y
+    linear_kernel[(programs, splits if apart else 1)](
         x,
         weight,
-        bias,
-        y,
+        None if apart else bias,
+        parts,
         rows,
         n,
         k,
         *x.stride(),
         *weight.stride(),
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=bias is not None and not apart,
         SWAP=tile.swap,
+        APART=apart,
         **_order(order, k, tile, gpu_of(x.device)),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
@@ -160,6 +175,11 @@ def _launch_pointer(x, weight, bias, y, order: contract.LinearContract, tile: pl
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    if apart:
+        outputs = y.numel()
+        combine_kernel[(triton.cdiv(outputs, COMBINE_BLOCK),)](
+            parts, bias, y, outputs, splits, n, HAS_BIAS=bias is not None, BLOCK=COMBINE_BLOCK, num_warps=1
+        )
     return y
 
 

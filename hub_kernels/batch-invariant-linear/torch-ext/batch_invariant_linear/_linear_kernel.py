@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ._kloop import accumulate
+from ._kloop import accumulate, add_split
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def linear_kernel(
     x_ptr,  # (B, M, K)
     w_ptr,  # (B, N, K)
     bias_ptr,  # (N,)
-    y_ptr,  # (B, M, N) contiguous
+    y_ptr,  # (B, M, N) contiguous, or (splits, B, M, N) float32 if APART
     M,
     N,
     K,
@@ -34,7 +34,8 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    COMPENSATED: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    APART: tl.constexpr,  # a program takes one split, and `combine_kernel` adds them up
     PARTS: tl.constexpr,
     FLOAT_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -44,6 +45,11 @@ def linear_kernel(
 ):
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
+    begin = 0
+    end = K
+    if APART:
+        begin = tl.program_id(1) * SPLIT_K
+        end = tl.minimum(begin + SPLIT_K, K)
     pid = tl.program_id(0)
     batch = (pid // (tiles_m * tiles_n)).to(tl.int64)
     pid_m, pid_n = tile_of(pid % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
@@ -56,12 +62,14 @@ def linear_kernel(
     acc = accumulate(
         x_rows,
         w_rows,
+        begin,
+        end,
         K,
         stride_xk,
         stride_wk,
         SWAP,
         EVEN_K,
-        COMPENSATED,
+        SPLIT_K,
         PARTS,
         FLOAT_PARTS,
         BLOCK_M,
@@ -69,6 +77,9 @@ def linear_kernel(
         BLOCK_K,
     )
 
+    if APART:
+        batches = (tl.num_programs(0) // (tiles_m * tiles_n)).to(tl.int64)  # order-free: where a split's result lies
+        batch += tl.program_id(1) * batches
     y_ptrs = y_ptr + batch * M * N + rows.to(tl.int64)[:, None] * N + cols[None, :]
     inside = (rows < M)[:, None] & (cols < N)[None, :]
     if HAS_BIAS:
@@ -80,6 +91,34 @@ def linear_kernel(
     elif HAS_BIAS:
         acc += bias[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["outputs", "splits"])
+def combine_kernel(
+    parts_ptr,  # (splits, outputs) float32
+    bias_ptr,  # (N,)
+    y_ptr,  # (outputs,)
+    outputs,
+    splits,
+    N,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr = 8,  # splits that are loaded at a time
+):
+    """Add the splits up from left to right, with the arithmetic of `accumulate`'s own adding."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < outputs
+    acc = tl.zeros((BLOCK,), tl.float32)
+    lost = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, splits, AHEAD):
+        for i in tl.static_range(AHEAD):
+            # A split behind the last one is zero, which changes nothing.
+            there = inside & (first + i < splits)
+            split = tl.load(parts_ptr + tl.cast(first + i, tl.int64) * outputs + at, mask=there, other=0.0)
+            acc, lost = add_split(acc, lost, split)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + at % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "programs"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 # Raised when the bits of any op in this package change on purpose.
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -22,15 +22,16 @@ class LinearContract:
     """How one output element is reduced on a GPU, always in ascending order of k.
 
     k_chunk: elements that the hardware sums into one float32 accumulator; equal to K means one pass.
-    compensated: chunks are added with Kahan's compensation (Kahan 1965, "Further remarks on reducing truncation
-        errors"), chunks of exact zeros left out.
+    k_split: elements whose chunks are added up plainly, a multiple of k_chunk; None without chunks. Splits are added
+        with Kahan's compensation (Kahan 1965, "Further remarks on reducing truncation errors"), those that are exactly
+        zero left out; different programs may take them.
     parts: 1: operands are multiplied as they are. 3: float32 operands as three bfloat16 parts each, six of the nine
         products (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for
         higher-precision computations"). Never TF32.
     """
 
     k_chunk: int
-    compensated: bool = False
+    k_split: int | None = None
     parts: int = 1
 
 
@@ -46,8 +47,8 @@ def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
     if dtype != torch.float32:
         return LinearContract(k_chunk=k)
     if k <= SHORT_K:
-        return LinearContract(k_chunk=16, compensated=True)
-    return LinearContract(k_chunk=32, compensated=True, parts=3)
+        return LinearContract(k_chunk=16, k_split=16)
+    return LinearContract(k_chunk=32, k_split=256, parts=3)
 
 
 def bmm_contract(*, dtype: torch.dtype) -> LinearContract:

@@ -54,6 +54,13 @@ def prefers_triton(*, rows: int, n: int, k: int, gpu: Gpu) -> bool:
     return programs >= TRITON_FROM_WAVES * gpu.multiprocessors
 
 
+def splits_apart(*, rows: int, programs: int, splits: int, gpu: Gpu) -> bool:
+    """Whether every split of K gets programs of its own, `programs` of them being enough for one: where a program's way
+    through K takes long, and writing the splits' results down takes little (they are rows / 128 of the weight's bytes).
+    """
+    return splits > 1 and programs < gpu.multiprocessors * (8 if rows <= 16 else 1)
+
+
 def _float32_table(k: int) -> tuple:
     parts = contract.linear_contract(n=1, k=k, dtype=torch.float32).parts
     return tiles.FLOAT32_SHORT if parts == 1 else tiles.FLOAT32

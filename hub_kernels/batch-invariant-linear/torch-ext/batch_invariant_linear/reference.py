@@ -18,14 +18,17 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, or
     k = weight.shape[1]
     y = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     lost = torch.zeros_like(y)  # what rounding took from y
-    for start in range(0, k, order.k_chunk):
-        part = slice(start, start + order.k_chunk)
-        chunk = _product(x[:, part], weight[:, part], order.parts)
-        term = chunk - lost
+    length = order.k_split or k
+    for begin in range(0, k, length):
+        split = torch.zeros_like(y)
+        for start in range(begin, min(begin + length, k), order.k_chunk):
+            chunk = slice(start, start + order.k_chunk)
+            split = split + _product(x[:, chunk], weight[:, chunk], order.parts)
+        term = split - lost
         total = y + term
-        if order.compensated:
-            lost = torch.where(chunk == 0, lost, ((total - y) - term).nan_to_num(nan=0.0))
-        y = torch.where(chunk == 0, y, total)
+        if order.k_split:
+            lost = torch.where(split == 0, lost, ((total - y) - term).nan_to_num(nan=0.0))
+        y = torch.where(split == 0, y, total)
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype)

@@ -88,10 +88,11 @@ def _differing_tiles(dtype: torch.dtype, device: torch.device) -> list[str]:
         x, weight = cancelling(rows, n, k, dtype, device)
         want = _launch.launch_linear(x, weight, None, tile=plan.only_tile(k, dtype))
         for tile in plan.all_tiles(k, dtype, _launch.gpu_of(device)):
-            if _launch.serves(tile, x, weight) and not _same_bits(
-                _launch.launch_linear(x, weight, None, tile=tile), want
-            ):
-                differing.append(f"{tile} at {rows}x{n}x{k}")
+            for apart in (False, True):
+                if _launch.serves(tile, x, weight) and not _same_bits(
+                    _launch.launch_linear(x, weight, None, tile=tile, apart=apart), want
+                ):
+                    differing.append(f"{tile}{', splits apart' if apart else ''} at {rows}x{n}x{k}")
     return differing
 
 
