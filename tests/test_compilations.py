@@ -42,6 +42,7 @@ def clear_compiled_kernels():
 
     for name, module in list(sys.modules.items()):
         if "batch_invariant_" in name:
+            vars(module).get("_gpu_calls", {}).clear()
             for value in vars(module).values():
                 if isinstance(value, JITFunction):
                     value.device_caches.clear()

@@ -108,9 +108,10 @@ def test_rows_without_holes_are_as_good_as_unpadded_and_rows_with_holes_can_be_d
     out = torch.full((2, 3, 1, 64), 7.0, dtype=torch.half)
     whole = dict(sequences=2, q_len=3, kv_len=260, window=(-1, -1), key_mask=present, split=False)
     tile = module("plan").Tile(16, warps=2, stages=2)
-    launch._launch(query, key, value, out, **call, **whole, tile=tile, only_holes=True)
+    tensors = (query, key, value, out, None, None, present, None, None, None, None)
+    launch._prepare(query, key, value, **call, **whole, tile=tile, only_holes=True)(*tensors)
     assert (out[0] == 7.0).all() and (out[1].double() - exact[1]).abs().max() < 3e-3
-    launch._launch(query, key, value, out, **call, **whole, tile=tile)
+    launch._prepare(query, key, value, **call, **whole, tile=tile)(*tensors)
     assert (out.double() - exact).abs().max() < 3e-3
 
 

@@ -50,6 +50,7 @@ def test_where_tiles_do_not_agree_one_tile_serves_prefill_and_decode(
 ):
     """A verdict against the tiles, forced: no shortcut is taken, and the guarantee stands."""
     monkeypatch.setattr(module("selfcheck"), "tiles_agree", lambda **shape: False)
+    monkeypatch.setattr(module("attention"), "_gpu_calls", {})
     sequence = make_sequence(700, heads(4, 2, head_dim, head_dim, torch.bfloat16, "cuda"))
     want = sequence.alone(kernel)
     for first, last in ((699, 700), (300, 500), (0, 130)):

@@ -77,8 +77,9 @@ def test_where_tiles_do_not_agree_one_tile_serves_every_number_of_rows(
     launch, plan, used = module("_launch"), module("plan"), []
     monkeypatch.setenv("HF_BATCHINV_ENGINE", "triton")
     monkeypatch.setattr(module("selfcheck"), "tiles_agree", lambda dtype, device: False)
-    pointer = launch._launch_pointer
-    monkeypatch.setattr(launch, "_launch_pointer", lambda *args: used.append(args[-1]) or pointer(*args))
+    monkeypatch.setattr(module("linear"), "_gpu_calls", {})
+    pointer = launch._pointer_launch
+    monkeypatch.setattr(launch, "_pointer_launch", lambda *args: used.append(args[4]) or pointer(*args))
     x, weight = module("selfcheck").cancelling(300, 512, 1024, dtype, CUDA)
     want = kernel.linear(x, weight)
     for rows in (1, 2, 16, 64, 129):

@@ -118,5 +118,5 @@ def test_sum_kernels_agree_with_reference(launch, submodule, columns, dtype, mea
 def test_a_misaligned_input_is_copied_to_an_aligned_place(launch):
     x = random((3, 40), torch.float32)
     shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(3, 40)
-    rows = launch._rows(shifted, 40)
+    rows = launch._aligned(shifted)
     assert rows.data_ptr() % 16 == 0 and torch.equal(rows, x)

@@ -95,7 +95,12 @@ def check_integers(
             f"{op}: expected {name} to be an integer tensor of shape ({count},) on {device}, "
             f"got {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}; pass one int32 per {each}"
         )
-    return tensor.to(torch.int32).contiguous()
+    return as_int32(tensor)
+
+
+def as_int32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor of integers, or none, as the kernels take it."""
+    return None if tensor is None else tensor.to(torch.int32).contiguous()
 
 
 def check_masks(

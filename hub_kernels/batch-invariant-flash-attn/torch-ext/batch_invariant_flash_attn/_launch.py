@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -9,7 +10,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import contract, plan, selfcheck
 from ._attention_kernel import attention_kernel, combine_kernel
-from .key_mask import is_prepared, prepared
+from ._relaunch import Launch
+from .key_mask import HEADER, is_prepared, prepared
 
 LOG2E = math.log2(math.e)
 # The Hopper kernel is written in Triton's experimental dialect: only for releases that it was run with.
@@ -44,19 +46,20 @@ def _describable(tensor: torch.Tensor, columns: int) -> bool:
     )
 
 
-def _descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    """For tiles (1, 1, rows, D) of tensor (B, H, L, D)."""
-    return TensorDescriptor(tensor, list(tensor.shape), _strides(tensor), [1, 1, rows, tensor.shape[-1]])
+def _descriptor_of(tensor: torch.Tensor, rows: int) -> Callable[[torch.Tensor], TensorDescriptor]:
+    """Makes descriptors, for tiles (1, 1, rows, D), of tensors laid out like this (B, H, L, D)."""
+    shape, strides, block = list(tensor.shape), _strides(tensor), [1, 1, rows, tensor.shape[-1]]
+    return lambda tensor: TensorDescriptor(tensor, shape, strides, block)
 
 
-def _hopper_descriptor(tensor: torch.Tensor, rows: int):
-    """As `_descriptor`, for the Hopper kernel."""
+def _hopper_descriptor_of(tensor: torch.Tensor, rows: int) -> Callable:
+    """As `_descriptor_of`, for the Hopper kernel."""
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    block = [1, 1, rows, tensor.shape[-1]]
+    shape, strides, block = list(tensor.shape), _strides(tensor), [1, 1, rows, tensor.shape[-1]]
     layout = NVMMASharedLayout.get_default_for(block, bfloat16 if tensor.dtype == torch.bfloat16 else float16)
-    return GluonDescriptor(tensor, list(tensor.shape), _strides(tensor), block, layout)
+    return lambda tensor: GluonDescriptor(tensor, shape, strides, block, layout)
 
 
 def _dense_last(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,27 +88,44 @@ def launch_attention(
 
     `tile` and `split`, given together, override the plan (tests, tuning); the bits are the same for every choice.
     """
+    tensors = (query, key, value, sinks, mask, key_mask, origin, query_offset)
+    settings = (causal, scale, window_left, window_right, softcap)
+    return attention_call(*tensors, *settings, tile=tile, split=split)(*tensors)
+
+
+def attention_call(
+    query, key, value, sinks, mask, key_mask, origin, query_offset, causal, scale, left, right, softcap, **override
+) -> Callable:
+    """The function of the first eight arguments that `attention` comes to, for all tensors of these shapes, strides,
+    dtypes, device and alignment.
+    """
     batch, heads, q_len, _ = query.shape
-    return _launch(
+    shape, dtype, device = (batch, q_len, heads, value.shape[-1]), query.dtype, query.device
+    launch = _prepare(
         query,
         key,
         value,
-        torch.empty((batch, q_len, heads, value.shape[-1]), dtype=query.dtype, device=query.device),
         sequences=batch,
         q_len=q_len,
         kv_len=key.shape[2],
         causal=causal,
         scale=scale,
-        window=(window_left, window_right),
+        window=(left, right),
         softcap=softcap,
         sinks=sinks,
         mask=mask,
         key_mask=key_mask,
         origin=origin,
         query_offset=query_offset,
-        tile=tile,
-        split=split,
+        **override,
     )
+
+    def call(query, key, value, sinks, mask, key_mask, origin, query_offset):
+        out = torch.empty(shape, dtype=dtype, device=device)
+        launch(query, key, value, out, sinks, mask, key_mask, origin, query_offset, None, None)
+        return out
+
+    return call
 
 
 def launch_attention_varlen(
@@ -131,12 +151,11 @@ def launch_attention_varlen(
     (S,) int32 -> (Tq, Hq, Dv).
     """
     total, heads, _ = query.shape
-    return _launch(
-        query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        # zeros: rows that belong to no sequence are nobody's output
-        torch.zeros((total, heads, value.shape[-1]), dtype=query.dtype, device=query.device),
+    query, key, value = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+    launch = _prepare(
+        query,
+        key,
+        value,
         sequences=cu_seqlens_q.numel() - 1,
         q_len=max_seqlen_q,
         kv_len=max_seqlen_k,
@@ -146,10 +165,14 @@ def launch_attention_varlen(
         softcap=softcap,
         sinks=sinks,
         origin=origin,
-        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+        varlen=True,
         tile=tile,
         split=split,
     )
+    # zeros: rows that belong to no sequence are nobody's output
+    out = torch.zeros((total, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
+    launch(query, key, value, out, sinks, None, None, origin, None, cu_seqlens_q, cu_seqlens_k)
+    return out
 
 
 def _most_splits(span: int, anywhere: bool) -> int:
@@ -157,11 +180,10 @@ def _most_splits(span: int, anywhere: bool) -> int:
     return contract.split_of(max(span, 1) - 1) + (2 if anywhere else 1)
 
 
-def _launch(
+def _prepare(
     query,
     key,
     value,
-    out,
     *,
     sequences,
     q_len,
@@ -175,26 +197,30 @@ def _launch(
     key_mask=None,
     origin=None,
     query_offset=None,
-    cu_seqlens=None,
+    varlen=False,
     tile=None,
     split=None,
     only_holes=False,
-):
-    """only_holes: leave rows alone whose key_mask has none."""
-    if out.numel() == 0:
-        return out
-    query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
+) -> Callable:
+    """The function of (query, key, value, out, sinks, mask, key_mask, origin, query_offset, cu_seqlens_q, cu_seqlens_k)
+    that fills `out`, (B, Q, Hq, Dv) or (Tq, Hq, Dv), contiguous.
+
+    only_holes: leave rows alone whose key_mask has none.
+    """
     heads, head_dim = query.shape[1], query.shape[3]
     kv_heads, value_dim = key.shape[1], value.shape[3]
-    group = heads // kv_heads
+    if 0 in (*query.shape, sequences, q_len, value_dim):
+        return lambda *tensors: None
+    query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
+    device, group = query.device, heads // kv_heads
     shape = dict(head_dim=head_dim, value_head_dim=value_dim, dtype=query.dtype)
-    gpu = gpu_of(query.device)
+    gpu = gpu_of(device)
     kv_block = contract.attention_contract(**shape).kv_block
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
     # Small heads keep to the masked walk: with head_dim 16 the other one was seen to give wrong values on an H200.
     full = mask is None and query.dtype != torch.float32 and min(block_d, block_dv) >= 64
     # In front of a packed sequence lie values of another one, which a load by descriptor would bring along.
-    whole = cu_seqlens is None or origin is None
+    whole = not varlen or origin is None
     descriptors = gpu.descriptors and full and whole and _describable(key, block_d) and _describable(value, block_dv)
 
     if query_offset is None and window[0] >= kv_len - 1:
@@ -205,33 +231,28 @@ def _launch(
     splits = _most_splits(span, anywhere=origin is not None or window[0] >= 0)
     problem = dict(rows=q_len * group, heads=sequences * kv_heads, splits=splits, split_bytes=(value_dim + 2) * 4)
     if tile is None:
-        free = selfcheck.tiles_agree(device=query.device, **shape)
+        free = selfcheck.tiles_agree(device=device, **shape)
         full, descriptors = full and free, descriptors and free
         tile, split = plan.attention_tile(**problem, **shape, plain=descriptors, gpu=gpu)
         tile = tile if free else plan.only_tile(**shape)
     assert not tile.hopper or (descriptors and not split), tile
     row_tiles = triton.cdiv(q_len * group, tile.rows)
     programs = sequences * kv_heads * row_tiles
-    padded_rows = row_tiles * tile.rows
-    part_out = part_state = None
-    if split:
-        parts = (sequences, kv_heads, padded_rows, splits)
-        part_out = torch.empty((*parts, value_dim), dtype=torch.float32, device=query.device)
-        part_state = torch.empty((*parts, 2), dtype=torch.float32, device=query.device)
+    options = dict(
+        GROUP=group,
+        CAUSAL=causal,
+        WINDOW_LEFT=window[0] >= 0,
+        WINDOW_RIGHT=window[1] >= 0,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        KEY_MASK=key_mask is not None,
+        ORIGIN=origin is not None,
+        QUERY_OFFSET=query_offset is not None,
+        VARLEN=varlen,
+        SPLITS=contract.SPLIT_STRETCHES,
+    )
+    scales = ((softcap or scale) * LOG2E, scale / softcap if softcap else 0.0)
 
-    if mask is not None:
-        mask_kind = 1 if mask.dtype == torch.bool else 2
-        floor = 0.0 if mask_kind == 1 else contract.mask_floor(mask.dtype)
-        mask = mask.to(torch.int16) if mask_kind == 1 else mask  # see `masked_blocks`: no 8-bit load
-        mask_strides = mask.expand(sequences, heads, q_len, kv_len).stride()
-    else:
-        mask_kind, floor, mask_strides = 0, 0.0, (0, 0, 0, 0)
-    if key_mask is not None:
-        key_mask = (key_mask if is_prepared(key_mask) else prepared(key_mask, origin)).contiguous()
-    cu_query, cu_key = cu_seqlens or (None, None)
-
-    pdl = bool(split) and gpu.descriptors
-    descriptors = descriptors and tile.rows >= 64  # a decode step is too short to pay for making them
     if tile.hopper:
         from ._hopper_kernel import hopper_attention_kernel
 
@@ -242,113 +263,83 @@ def _launch(
             bytes_each=kv_len * (head_dim + value_dim) * key.element_size(),
             gpu=gpu,
         )
-        hopper_attention_kernel[(grid,)](
-            query,
-            _hopper_descriptor(key, kv_block),
-            _hopper_descriptor(value, kv_block),
-            out,
-            sinks,
-            origin,
-            query_offset,
-            cu_query,
-            cu_key,
-            key_mask,
-            q_len,
-            kv_len,
-            kv_heads,
-            row_tiles,
-            sequences * kv_heads,
-            heads_at_once,
-            (softcap or scale) * LOG2E,
-            scale / softcap if softcap else 0.0,
-            *window,
-            *query.stride()[:3],
-            GROUP=group,
-            CAUSAL=causal,
-            WINDOW_LEFT=window[0] >= 0,
-            WINDOW_RIGHT=window[1] >= 0,
-            SOFTCAP=softcap > 0,
-            SINKS=sinks is not None,
-            ORIGIN=origin is not None,
-            QUERY_OFFSET=query_offset is not None,
-            VARLEN=cu_seqlens is not None,
-            KEY_MASK=key_mask is not None,
-            SPLITS=contract.SPLIT_STRETCHES,
+        numbers = (q_len, kv_len, kv_heads, row_tiles, sequences * kv_heads, heads_at_once)
+        launch = Launch(
+            hopper_attention_kernel,
+            (grid,),
+            (*numbers, *scales, *window, *query.stride()[:3]),
+            **options,
             STAGES=tile.stages,
             num_warps=4,
             maxnreg=168,
         )
-        if key_mask is None:
-            return out
-        # It takes no key mask but a run of keys; rows with holes are done over, all others end at once.
-        tile, _ = plan.attention_tile(**problem, **shape, plain=False, gpu=gpu)
-        return _launch(
-            query,
-            key,
-            value,
-            out,
-            sequences=sequences,
-            q_len=q_len,
-            kv_len=kv_len,
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            key_mask=key_mask,
-            origin=origin,
-            query_offset=query_offset,
-            tile=tile,
-            split=False,
-            only_holes=True,
-        )
-    attention_kernel[(programs, splits if split else 1)](
-        query,
-        key,
-        value,
-        _descriptor(key, kv_block) if descriptors else None,
-        _descriptor(value, kv_block) if descriptors else None,
-        out,
-        part_out,
-        part_state,
-        sinks,
-        mask,
-        key_mask,
-        origin,
-        query_offset,
-        cu_query,
-        cu_key,
-        q_len,
-        kv_len,
-        kv_heads,
-        row_tiles,
-        splits,
-        (softcap or scale) * LOG2E,
-        scale / softcap if softcap else 0.0,
-        1 / (softcap or scale),
-        floor,
-        window[0],
-        window[1],
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *mask_strides,
-        key_mask.stride(0) if key_mask is not None else 0,
-        GROUP=group,
+        key_of, value_of = _hopper_descriptor_of(key, kv_block), _hopper_descriptor_of(value, kv_block)
+        if key_mask is not None:
+            # It takes no key mask but a run of keys; rows with holes are done over, all others end at once.
+            do_holes_over = _prepare(
+                query,
+                key,
+                value,
+                sequences=sequences,
+                q_len=q_len,
+                kv_len=kv_len,
+                causal=causal,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                key_mask=key_mask,
+                origin=origin,
+                query_offset=query_offset,
+                tile=plan.attention_tile(**problem, **shape, plain=False, gpu=gpu)[0],
+                split=False,
+                only_holes=True,
+            )
+
+        def call_hopper(query, key, value, out, sinks, mask, key_mask, origin, query_offset, cu_query, cu_key):
+            query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
+            key_mask = _prepared(key_mask, origin)
+            rest = (sinks, origin, query_offset, cu_query, cu_key, key_mask)
+            launch(query, key_of(key), value_of(value), out, *rest)
+            if key_mask is not None:
+                do_holes_over(query, key, value, out, sinks, mask, key_mask, origin, query_offset, cu_query, cu_key)
+
+        return call_hopper
+
+    padded_rows = row_tiles * tile.rows
+    pdl = bool(split) and gpu.descriptors
+    descriptors = descriptors and tile.rows >= 64  # a decode step is too short to pay for making them
+    key_of = _descriptor_of(key, kv_block) if descriptors else _no_descriptor
+    value_of = _descriptor_of(value, kv_block) if descriptors else _no_descriptor
+    mask_kind, floor, mask_strides = 0, 0.0, (0, 0, 0, 0)
+    if mask is not None:
+        mask_kind = 1 if mask.dtype == torch.bool else 2
+        floor = 0.0 if mask_kind == 1 else contract.mask_floor(mask.dtype)
+        mask_strides = _mask(mask).expand(sequences, heads, q_len, kv_len).stride()
+    launch = Launch(
+        attention_kernel,
+        (programs, splits if split else 1),
+        (
+            q_len,
+            kv_len,
+            kv_heads,
+            row_tiles,
+            splits,
+            *scales,
+            1 / (softcap or scale),
+            floor,
+            *window,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *mask_strides,
+            kv_len + HEADER if key_mask is not None else 0,
+        ),
+        **options,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
-        CAUSAL=causal,
-        WINDOW_LEFT=window[0] >= 0,
-        WINDOW_RIGHT=window[1] >= 0,
-        SOFTCAP=softcap > 0,
-        SINKS=sinks is not None,
         MASK=mask_kind,
-        KEY_MASK=key_mask is not None,
-        ORIGIN=origin is not None,
-        QUERY_OFFSET=query_offset is not None,
-        VARLEN=cu_seqlens is not None,
         SPLIT=split,
-        SPLITS=contract.SPLIT_STRETCHES,
         FULL=full,
         PDL=pdl,
         ONLY_HOLES=only_holes,
@@ -360,26 +351,47 @@ def _launch(
         num_stages=tile.stages,
     )
     if split:
-        block_dv = min(64, block_dv)
-        combine_kernel[(sequences * kv_heads * q_len * group, triton.cdiv(value_dim, block_dv))](
-            part_out,
-            part_state,
-            sinks,
-            out,
-            cu_query,
-            q_len,
-            q_len,
-            kv_heads,
-            padded_rows,
-            splits,
+        parts = (sequences, kv_heads, padded_rows, splits)
+        columns = min(64, block_dv)
+        combine = Launch(
+            combine_kernel,
+            (sequences * kv_heads * q_len * group, triton.cdiv(value_dim, columns)),
+            (q_len, q_len, kv_heads, padded_rows, splits),
             GROUP=group,
             VALUE_DIM=value_dim,
             SINKS=sinks is not None,
-            VARLEN=cu_seqlens is not None,
+            VARLEN=varlen,
             PDL=pdl,
             BLOCK_S=16,
-            BLOCK_DV=block_dv,
+            BLOCK_DV=columns,
             num_warps=1,
             **({"launch_pdl": True} if pdl else {}),
         )
-    return out
+
+    def call(query, key, value, out, sinks, mask, key_mask, origin, query_offset, cu_query, cu_key):
+        query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
+        part_out = part_state = None
+        if split:
+            part_out = torch.empty((*parts, value_dim), dtype=torch.float32, device=device)
+            part_state = torch.empty((*parts, 2), dtype=torch.float32, device=device)
+        states = (query, key, value, key_of(key), value_of(value), out, part_out, part_state)
+        launch(*states, sinks, _mask(mask), _prepared(key_mask, origin), origin, query_offset, cu_query, cu_key)
+        if split:
+            combine(part_out, part_state, sinks, out, cu_query)
+
+    return call
+
+
+def _no_descriptor(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask as the kernel reads it; see `masked_blocks`: no 8-bit load."""
+    return mask.to(torch.int16) if mask is not None and mask.dtype == torch.bool else mask
+
+
+def _prepared(key_mask: torch.Tensor | None, origin: torch.Tensor | None) -> torch.Tensor | None:
+    if key_mask is None:
+        return None
+    return (key_mask if is_prepared(key_mask) else prepared(key_mask, origin)).contiguous()

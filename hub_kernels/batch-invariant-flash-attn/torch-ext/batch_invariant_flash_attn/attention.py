@@ -3,6 +3,7 @@
 import torch
 
 from ._checks import (
+    as_int32,
     check_cu_seqlens,
     check_integers,
     check_masks,
@@ -11,7 +12,7 @@ from ._checks import (
     check_sinks,
     no_backward,
 )
-from ._dispatch import device_of, runs_directly
+from ._dispatch import device_of, kind_of, remember, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -51,6 +52,23 @@ def attention(
 
     A row that sees no key gives zeros. Raises TypeError (dtype) or ValueError (shape, device, value).
     """
+    tensors = (query, key, value, sinks, mask, key_mask)
+    direct = runs_directly(*tensors)
+    if direct and query.is_cuda:
+        settings = (causal, scale, window, softcap)
+        with device_of(query):
+            call = _recalled(*tensors, origin, query_offset, *settings)
+            out = call(*tensors, as_int32(origin), as_int32(query_offset))
+        return out.transpose(1, 2)
+    scale, origin, query_offset = _check(*tensors, origin, query_offset, scale, window, softcap)
+    settings = (bool(causal), scale, int(window[0]), int(window[1]), float(softcap))
+    arguments = (*tensors[:3], *settings, *tensors[3:], origin, query_offset)
+    out = _on_cpu(*arguments) if direct and query.device.type == "cpu" else _attention_op(*arguments)
+    return out.transpose(1, 2)
+
+
+def _check(query, key, value, sinks, mask, key_mask, origin, query_offset, scale, window, softcap) -> tuple:
+    """Raise unless these are arguments of `attention`; scale, origin and query_offset as the kernels take them."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(
@@ -69,14 +87,27 @@ def attention(
     per_row = (query.shape[0], query.device, "row of the batch")
     origin = check_integers("attention", "origin", origin, *per_row)
     query_offset = check_integers("attention", "query_offset", query_offset, *per_row)
-    tensors = (query, key, value, sinks, mask, key_mask)
-    settings = (bool(causal), scale, int(window[0]), int(window[1]), float(softcap))
-    arguments = (*tensors[:3], *settings, *tensors[3:], origin, query_offset)
-    if runs_directly(*tensors):
-        out = _on_cpu(*arguments) if query.device.type == "cpu" else _on_gpu(*arguments)
-    else:
-        out = _attention_op(*arguments)
-    return out.transpose(1, 2)
+    return scale, origin, query_offset
+
+
+# What calls on a GPU come to, by all that they depend on but addresses and values.
+_gpu_calls: dict = {}
+
+
+def _recalled(query, key, value, sinks, mask, key_mask, origin, query_offset, causal, scale, window, softcap):
+    """The function of the first eight arguments that serves calls like this; a new one is checked."""
+    tensors = (query, key, value, sinks, mask, key_mask, origin, query_offset)
+    addresses = key.data_ptr() | value.data_ptr()
+    settings = (causal, scale, tuple(window), softcap)
+    call_key = (*map(kind_of, tensors), *settings, addresses % 16 == 0)
+    call = _gpu_calls.get(call_key)
+    if call is None:
+        from ._launch import attention_call  # imports triton
+
+        scale, _, _ = _check(*tensors, scale, window, softcap)
+        window = int(window[0]), int(window[1])
+        call = remember(_gpu_calls, call_key, attention_call(*tensors, bool(causal), scale, *window, float(softcap)))
+    return call
 
 
 def attention_varlen(

@@ -9,6 +9,7 @@ bits. The calls go through ctypes to the library that torch has loaded; names be
 import ctypes
 import functools
 import threading
+import weakref
 
 import torch
 
@@ -114,6 +115,7 @@ class Product:
         self._one_at, self._zero_at = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self._algorithm_at = ctypes.addressof(self.algorithm)
         self._matmul = _library().cublasLtMatmul
+        weakref.finalize(self, _destroy, (self._a, self._b, self._d), self._operation).atexit = False
 
     @staticmethod
     def _layout(dtype, rows, columns, stride) -> ctypes.c_void_p:
@@ -187,11 +189,12 @@ class Product:
         if status != 0:
             raise Refused(f"cublasLtMatmul gave status {status}")
 
-    def close(self) -> None:
-        """Give the library's descriptions back."""
-        for layout in (self._a, self._b, self._d):
-            _call("cublasLtMatrixLayoutDestroy", layout)
-        _call("cublasLtMatmulDescDestroy", self._operation)
+
+def _destroy(layouts: tuple[ctypes.c_void_p, ...], operation: ctypes.c_void_p) -> None:
+    """Give the library's descriptions back."""
+    for layout in layouts:
+        _call("cublasLtMatrixLayoutDestroy", layout)
+    _call("cublasLtMatmulDescDestroy", operation)
 
 
 def _configuration(algorithm: _Algorithm, attribute: int) -> int:
@@ -245,9 +248,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     known = _thread.products
     if key not in known:
         if len(known) >= _MOST_PRODUCTS:
-            oldest = known.pop(next(iter(known)))
-            if oldest is not None:
-                oldest.close()
+            known.clear()
         try:
             known[key] = Product(*key[1:]) if _library() is not None and min(stride_x, weight.stride(0)) >= k else None
         except Refused:  # the library's way to say "not supported": Triton serves every case

@@ -1,6 +1,7 @@
 """Launch the Triton kernels: look the tile up, size the grid, nothing else. Imported at the first GPU call."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -9,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import _cublaslt, contract, plan, selfcheck
 from ._grouped_linear_kernel import grouped_linear_kernel, grouped_linear_tma_kernel
 from ._linear_kernel import combine_kernel, linear_kernel, linear_tma_kernel
+from ._relaunch import Launch
 
 COMBINE_BLOCK = 64  # outputs that a program of the combining kernel adds up
 
@@ -72,20 +74,46 @@ def serves(tile: plan.Tile, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return not tile.tma or _describable(x, weight)
 
 
-def _second_engine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _cublaslt.Product | None:
-    """cuBLASLt's product where it may serve, else None. Where it may, it was never slower than our tiles by much."""
+def _candidate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _cublaslt.Product | None:
+    """cuBLASLt's product, if `selfcheck.admits` it, where it was never slower than our tiles by much; else None."""
     if x.device.type != "cuda" or x.dtype == torch.float32 or plan.engine() != "auto":
         return None
     if plan.prefers_triton(rows=x.shape[0], n=weight.shape[0], k=x.shape[1], gpu=gpu_of(x.device)):
         return None
-    product = _cublaslt.product(x, weight, bias)
-    return product if product is not None and selfcheck.admits(product, x, weight, bias) else None
+    return _cublaslt.product(x, weight, bias)
 
 
 def engine_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
     """Which engine serves this call, "cublaslt" or "triton"."""
     x = x.reshape(-1, x.shape[-1])
-    return "triton" if x.shape[0] == 0 or _second_engine(x, weight, bias) is None else "cublaslt"
+    product = None if x.shape[0] == 0 else _candidate(x, weight, bias)
+    return "cublaslt" if product is not None and selfcheck.admits(product, x, weight, bias) else "triton"
+
+
+def linear_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Callable, bool]:
+    """The function of (x, weight, bias) that `linear` comes to, for all operands of these shapes, strides, dtypes,
+    device and alignment; and whether it may be kept, which it may not where a capture put a self-check off.
+
+    x (..., K), weight (N, K), bias (N,) or None -> (..., N).
+    """
+    k, n = x.shape[-1], weight.shape[0]
+    shape, dtype, device = (*x.shape[:-1], n), x.dtype, x.device
+    flat = x if x.dim() == 2 else x.reshape(-1, k)
+    copies = flat.data_ptr() != x.data_ptr()  # else only the address counts, and x will do
+    if flat.shape[0] == 0:
+        return lambda x, weight, bias: torch.empty(shape, dtype=dtype, device=device), True
+    product = _candidate(flat, weight, bias)
+    if product is not None and selfcheck.admits(product, flat, weight, bias):
+        launch = product
+    else:
+        launch = _triton_linear(flat, weight, bias)
+
+    def call(x, weight, bias):
+        y = torch.empty(shape, dtype=dtype, device=device)
+        launch(x.reshape(-1, k) if copies else x, weight, bias, y)
+        return y
+
+    return call, product is None or product.admitted is not None
 
 
 def launch_linear(
@@ -100,38 +128,46 @@ def launch_linear(
     `tile` overrides the plan (tests, tuning) and keeps to Triton; so does `apart`, whether programs take single splits
     of K.
     """
-    rows, k = x.shape
-    n = weight.shape[0]
-    y = x.new_empty((rows, n))
-    if rows == 0:
-        return y
     if tile is None:
-        product = _second_engine(x, weight, bias)
-        if product is not None:
-            product(x, weight, bias, y)
-            return y
-        tile = _choose_tile(x, rows, n, k, _describable(x, weight))
+        return linear_call(x, weight, bias)[0](x, weight, bias)
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    if x.shape[0] > 0:
+        _triton_linear(x, weight, bias, tile, apart)(x, weight, bias, y)
+    return y
+
+
+def _triton_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: plan.Tile | None = None,
+    apart: bool | None = None,
+) -> Callable:
+    """The function of (x, weight, bias, y) that our kernels serve operands like these with; arguments as above."""
+    (rows, k), n, has_bias = x.shape, weight.shape[0], bias is not None
+    tile = tile or _choose_tile(x, rows, n, k, _describable(x, weight))
     if not tile.tma:
         order = contract.linear_contract(n=n, k=k, dtype=x.dtype)
-        return _launch_pointer(x[None], weight[None], bias, y[None], order, tile, apart)[0]
+        return _pointer_launch(x[None], weight[None], has_bias, order, tile, apart)
     programs = min(gpu_of(x.device).multiprocessors, triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n))
-    linear_tma_kernel[(programs,)](
-        _descriptor(x, tile.m, tile.k),
-        _descriptor(weight, tile.n, tile.k),
-        _descriptor(y, tile.m, tile.n),
-        bias,
-        rows,
-        n,
-        k,
-        programs,
-        HAS_BIAS=bias is not None,
+    launch = Launch(
+        linear_tma_kernel,
+        (programs,),
+        (rows, n, k, programs),
+        HAS_BIAS=has_bias,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return y
+
+    def call(x, weight, bias, y):
+        x, y = x.reshape(rows, k), y.view(rows, n)
+        operands = _descriptor(x, tile.m, tile.k), _descriptor(weight, tile.n, tile.k), _descriptor(y, tile.m, tile.n)
+        launch(*operands, bias)
+
+    return call
 
 
 def launch_bmm(x: torch.Tensor, y: torch.Tensor, tile: plan.Tile | None = None) -> torch.Tensor:
@@ -141,31 +177,26 @@ def launch_bmm(x: torch.Tensor, y: torch.Tensor, tile: plan.Tile | None = None) 
     if out.numel() == 0:
         return out
     tile = tile or _choose_tile(x, rows, y.shape[2], contract.SHORT_K, descriptors=False)
-    return _launch_pointer(x, y.transpose(1, 2), None, out, contract.bmm_contract(dtype=x.dtype), tile)
+    y = y.transpose(1, 2)
+    _pointer_launch(x, y, False, contract.bmm_contract(dtype=x.dtype), tile)(x, y, None, out)
+    return out
 
 
-def _launch_pointer(
-    x, weight, bias, y, order: contract.LinearContract, tile: plan.Tile, apart: bool | None = None
-) -> torch.Tensor:
-    batch, rows, k = x.shape
-    n = weight.shape[1]
+def _pointer_launch(
+    x, weight, has_bias: bool, order: contract.LinearContract, tile: plan.Tile, apart: bool | None = None
+) -> Callable:
+    """The function of (x, weight, bias, y) for x (B, M, K) and weight (B, N, K) like these."""
+    (batch, rows, k), n = x.shape, weight.shape[1]
     programs = batch * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
     splits = triton.cdiv(k, order.k_split) if order.k_split not in (None, order.k_chunk) else 1
     if apart is None:
         apart = plan.splits_apart(rows=rows, programs=programs, splits=splits, gpu=gpu_of(x.device))
     apart = apart and splits > 1
-    parts = torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device) if apart else y
-    linear_kernel[(programs, splits if apart else 1)](
-        x,
-        weight,
-        None if apart else bias,
-        parts,
-        rows,
-        n,
-        k,
-        *x.stride(),
-        *weight.stride(),
-        HAS_BIAS=bias is not None and not apart,
+    launch = Launch(
+        linear_kernel,
+        (programs, splits if apart else 1),
+        (rows, n, k, *x.stride(), *weight.stride()),
+        HAS_BIAS=has_bias and not apart,
         SWAP=tile.swap,
         APART=apart,
         **_order(order, k, tile, gpu_of(x.device)),
@@ -175,12 +206,18 @@ def _launch_pointer(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if apart:
-        outputs = y.numel()
-        combine_kernel[(triton.cdiv(outputs, COMBINE_BLOCK),)](
-            parts, bias, y, outputs, splits, n, HAS_BIAS=bias is not None, BLOCK=COMBINE_BLOCK, num_warps=1
-        )
-    return y
+    if not apart:
+        return launch
+    outputs = batch * rows * n
+    grid = (triton.cdiv(outputs, COMBINE_BLOCK),)
+    combine = Launch(combine_kernel, grid, (outputs, splits, n), HAS_BIAS=has_bias, BLOCK=COMBINE_BLOCK, num_warps=1)
+
+    def call(x, weight, bias, y):
+        parts = torch.empty((splits, outputs), dtype=torch.float32, device=y.device)
+        launch(x, weight, None, parts)
+        combine(parts, bias, y)
+
+    return call
 
 
 def launch_grouped_linear(

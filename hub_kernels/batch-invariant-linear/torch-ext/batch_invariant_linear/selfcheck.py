@@ -137,7 +137,6 @@ def _compare_with_triton(algorithm, like_x: torch.Tensor, like_weight: torch.Ten
         x, weight = cancelling(rows, n, k, dtype, device, seed)
         product(x, weight, shift, y)
         same = same and _same_bits(y, _launch.launch_linear(x, weight, shift, tile=plan.only_tile(k, dtype)))
-    product.close()
     return same, f"{'equal' if same else 'other'} bits at {rows} rows, {draws} draws"
 
 

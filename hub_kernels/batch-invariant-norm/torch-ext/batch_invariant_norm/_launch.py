@@ -4,18 +4,19 @@ import torch
 
 from . import contract, plan
 from ._dispatch import device_of
+from ._relaunch import Launch
 
 
-def _rows(tensor: torch.Tensor | None, columns: int) -> torch.Tensor | None:
-    """The tensor as contiguous rows whose first byte is 16-byte aligned.
+def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, contiguous and with its first byte 16-byte aligned.
 
     The compiler widens loads by the alignment it sees, and with the width of a load changes which elements a thread
-    holds and so the order of `tl.sum`. With the start always aligned, that depends on `columns` alone.
+    holds and so the order of `tl.sum`. With the start always aligned, that depends on the number of columns alone.
     """
     if tensor is None:
         return None
     tensor = tensor.contiguous()
-    return (tensor.clone() if tensor.data_ptr() % 16 else tensor).view(-1, columns)
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _triton_dtype(dtype: torch.dtype):
@@ -26,14 +27,19 @@ def _triton_dtype(dtype: torch.dtype):
 
 def rms_norm(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, rounding):
     """RMS norm of x (..., D) in groups of group_size; arguments as in the op, `rounding` a contract.Rounding."""
+    settings = (eps, group_size, weight_offset, gate_before, activation, rounding)
+    return rms_norm_call(x, gate, weight, *settings)(x, gate, weight)
+
+
+def rms_norm_call(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, rounding):
+    """The function of (x, gate, weight) that `rms_norm` comes to, for all tensors of these kinds."""
     from . import _rms_norm_kernel as kernels
 
-    out = torch.empty(x.shape, dtype=rounding.out, device=x.device)
+    shape, device, out_dtype = x.shape, x.device, rounding.out
+    columns = group_size
     if not x.numel():
-        return out
-    groups = x.shape[-1] // group_size
-    x, gate, weight = (_rows(tensor, group_size) for tensor in (x, gate, weight))
-    rows, columns = x.shape
+        return lambda x, gate, weight: torch.empty(shape, dtype=out_dtype, device=device)
+    rows = x.numel() // columns
     product = rounding.xhat if weight is None else torch.promote_types(rounding.xhat, weight.dtype)
     gate_options = {"GATE_FIRST": gate is not None and gate_before, "ACTIVATION": activation}
     options = {
@@ -46,111 +52,92 @@ def rms_norm(x, gate, weight, eps, group_size, weight_offset, gate_before, activ
         "GATE_LAST": gate is not None and not gate_before,
         **gate_options,
     }
-    gate = x if gate is None else gate
-    weight = x if weight is None else weight
-    with device_of(x):
-        if contract.is_single_pass(columns):
-            tile = contract.row_tile(columns)
-            kernels.rms_norm_rows[(plan.programs(rows, tile),)](
-                x,
-                gate,
-                weight,
-                out,
-                rows,
-                columns,
-                groups,
-                float(columns),
-                eps,
-                weight_offset,
-                **options,
-                TILE_ROWS=tile.rows,
-                TILE_COLUMNS=tile.columns,
-                num_warps=tile.warps,
-            )
+    numbers = (x.shape[-1] // columns, float(columns), eps, weight_offset)
+    if contract.is_single_pass(columns):
+        tile = contract.row_tile(columns)
+        sizes = dict(TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, num_warps=tile.warps)
+        grid = (plan.programs(rows, tile),)
+        launch = Launch(kernels.rms_norm_rows, grid, (rows, columns, *numbers), **options, **sizes)
+
+        def call(x, gate, weight):
+            out = torch.empty(shape, dtype=out_dtype, device=device)
+            x, gate, weight = _aligned(x), _aligned(gate), _aligned(weight)
+            with device_of(x):
+                launch(x, x if gate is None else gate, x if weight is None else weight, out)
             return out
-        tile, chunks = contract.chunk_tile(columns), contract.chunk_count(columns)
-        partial = torch.empty(rows, chunks, dtype=torch.float32, device=x.device)
-        kernels.rms_norm_chunk_squares[(rows * chunks,)](
-            x, gate, partial, columns, chunks, **gate_options, CHUNK=tile.columns, num_warps=tile.warps
-        )
-        kernels.rms_norm_chunk_finish[(rows * chunks,)](
-            x,
-            gate,
-            weight,
-            out,
-            partial,
-            columns,
-            chunks,
-            groups,
-            float(columns),
-            eps,
-            weight_offset,
-            **options,
-            CHUNK=tile.columns,
-            PARTIALS=contract.next_power_of_two(chunks),
-            num_warps=tile.warps,
-        )
-    return out
+
+        return call
+
+    tile, chunks = contract.chunk_tile(columns), contract.chunk_count(columns)
+    sizes = dict(CHUNK=tile.columns, num_warps=tile.warps)
+    grid, ends = (rows * chunks,), dict(PARTIALS=contract.next_power_of_two(chunks))
+    squares = Launch(kernels.rms_norm_chunk_squares, grid, (columns, chunks), **gate_options, **sizes)
+    finish = Launch(kernels.rms_norm_chunk_finish, grid, (columns, chunks, *numbers), **options, **sizes, **ends)
+
+    def call_chunks(x, gate, weight):
+        out = torch.empty(shape, dtype=out_dtype, device=device)
+        x, gate, weight = _aligned(x), _aligned(gate), _aligned(weight)
+        gate, weight = x if gate is None else gate, x if weight is None else weight
+        partial = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+        with device_of(x):
+            squares(x, gate, partial)
+            finish(x, gate, weight, out, partial)
+        return out
+
+    return call_chunks
 
 
 def layer_norm(x, weight, bias, eps, columns, xhat, product, out_dtype):
     """Layer norm over the trailing `columns` elements of x; arguments as in the op."""
+    return layer_norm_call(x, weight, bias, eps, columns, xhat, product, out_dtype)(x, weight, bias)
+
+
+def layer_norm_call(x, weight, bias, eps, columns, xhat, product, out_dtype):
+    """The function of (x, weight, bias) that `layer_norm` comes to, for all tensors of these kinds."""
     from . import _layer_norm_kernel as kernels
 
-    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    shape, device = x.shape, x.device
     if not x.numel():
-        return out
-    x, weight, bias = (_rows(tensor, columns) for tensor in (x, weight, bias))
-    rows = x.shape[0]
+        return lambda x, weight, bias: torch.empty(shape, dtype=out_dtype, device=device)
+    rows = x.numel() // columns
     options = {
         "XHAT": _triton_dtype(xhat),
         "PRODUCT": _triton_dtype(product),
         "HAS_WEIGHT": weight is not None,
         "HAS_BIAS": bias is not None,
     }
-    weight = x if weight is None else weight
-    bias = x if bias is None else bias
-    with device_of(x):
-        if contract.is_single_pass(columns):
-            tile = contract.row_tile(columns)
-            kernels.layer_norm_rows[(plan.programs(rows, tile),)](
-                x,
-                weight,
-                bias,
-                out,
-                rows,
-                columns,
-                float(columns),
-                eps,
-                **options,
-                TILE_ROWS=tile.rows,
-                TILE_COLUMNS=tile.columns,
-                num_warps=tile.warps,
-            )
+    if contract.is_single_pass(columns):
+        tile = contract.row_tile(columns)
+        sizes = dict(TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, num_warps=tile.warps)
+        numbers = (rows, columns, float(columns), eps)
+        launch = Launch(kernels.layer_norm_rows, (plan.programs(rows, tile),), numbers, **options, **sizes)
+
+        def call(x, weight, bias):
+            out = torch.empty(shape, dtype=out_dtype, device=device)
+            x, weight, bias = _aligned(x), _aligned(weight), _aligned(bias)
+            with device_of(x):
+                launch(x, x if weight is None else weight, x if bias is None else bias, out)
             return out
-        tile, chunks = contract.chunk_tile(columns), contract.chunk_count(columns)
-        mean = torch.empty(rows, chunks, dtype=torch.float32, device=x.device)
+
+        return call
+
+    tile, chunks = contract.chunk_tile(columns), contract.chunk_count(columns)
+    grid, sizes = (rows * chunks,), dict(CHUNK=tile.columns, num_warps=tile.warps)
+    moments = Launch(kernels.layer_norm_chunk_moments, grid, (columns, chunks), **sizes)
+    numbers, ends = (columns, chunks, float(columns), eps), dict(PARTIALS=contract.next_power_of_two(chunks))
+    finish = Launch(kernels.layer_norm_chunk_finish, grid, numbers, **options, **sizes, **ends)
+
+    def call_chunks(x, weight, bias):
+        out = torch.empty(shape, dtype=out_dtype, device=device)
+        x, weight, bias = _aligned(x), _aligned(weight), _aligned(bias)
+        mean = torch.empty(rows, chunks, dtype=torch.float32, device=device)
         squares = torch.empty_like(mean)
-        kernels.layer_norm_chunk_moments[(rows * chunks,)](
-            x, mean, squares, columns, chunks, CHUNK=tile.columns, num_warps=tile.warps
-        )
-        kernels.layer_norm_chunk_finish[(rows * chunks,)](
-            x,
-            weight,
-            bias,
-            out,
-            mean,
-            squares,
-            columns,
-            chunks,
-            float(columns),
-            eps,
-            **options,
-            CHUNK=tile.columns,
-            PARTIALS=contract.next_power_of_two(chunks),
-            num_warps=tile.warps,
-        )
-    return out
+        with device_of(x):
+            moments(x, mean, squares)
+            finish(x, x if weight is None else weight, x if bias is None else bias, out, mean, squares)
+        return out
+
+    return call_chunks
 
 
 def softmax(x, log, out):
@@ -158,7 +145,7 @@ def softmax(x, log, out):
     from . import _softmax_kernel as kernels
 
     rows, columns = x.shape
-    x = _rows(x, columns)
+    x = _aligned(x)
     with device_of(x):
         if contract.is_single_pass(columns):
             tile = contract.row_tile(columns)
@@ -192,7 +179,7 @@ def reduce(x, mean, out):
 
     rows, columns = x.shape
     divisor = float(columns) if mean else 1.0
-    x = _rows(x, columns)
+    x = _aligned(x)
     with device_of(x):
         while not contract.is_single_pass(x.shape[1]):
             columns = x.shape[1]

@@ -6,7 +6,7 @@ import torch
 
 from . import _cpu
 from ._checks import check_float, check_same_device, check_shape, no_backward
-from ._dispatch import runs_directly
+from ._dispatch import kind_of, remember, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -30,6 +30,27 @@ def layer_norm(
     x, weight and bias are float32, float16 or bfloat16; bias has the weight's dtype. No gradient: backward raises.
     Raises TypeError for other dtypes, ValueError for shapes or devices that do not fit together.
     """
+    direct = runs_directly(x, weight, bias)
+    if not direct or not x.is_cuda:
+        arguments = _checked(x, normalized_shape, weight, bias, eps, cast_before_weight)
+        return _cpu.layer_norm(*arguments) if direct and x.device.type == "cpu" else _layer_norm_op(*arguments)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    key = (kind_of(x), shape, kind_of(weight), kind_of(bias), eps, cast_before_weight)
+    call = _gpu_calls.get(key)
+    if call is None:
+        from ._launch import layer_norm_call  # imports triton
+
+        arguments = _checked(x, shape, weight, bias, eps, cast_before_weight)
+        call = remember(_gpu_calls, key, layer_norm_call(*arguments))
+    return call(x, weight, bias)
+
+
+# What calls on a GPU come to, by all that they depend on but addresses and values.
+_gpu_calls: dict = {}
+
+
+def _checked(x, normalized_shape, weight, bias, eps, cast_before_weight):
+    """The op's arguments from those of the public function."""
     op = "layer_norm"
     check_float(op, "x", x)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -53,10 +74,7 @@ def layer_norm(
             out = out if tensor is None else torch.promote_types(out, tensor.dtype)
         product = out
     xhat = x.dtype if cast_before_weight else torch.float32
-    arguments = (x, weight, bias, float(eps), math.prod(shape), xhat, product, out)
-    if x.device.type == "cpu" and runs_directly(x, weight, bias):
-        return _cpu.layer_norm(*arguments)
-    return _layer_norm_op(*arguments)
+    return x, weight, bias, float(eps), math.prod(shape), xhat, product, out
 
 
 @torch.library.custom_op(add_op_namespace_prefix("layer_norm"), mutates_args=(), device_types=("cuda", "xpu"))

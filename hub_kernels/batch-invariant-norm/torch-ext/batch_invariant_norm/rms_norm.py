@@ -8,7 +8,7 @@ import torch
 
 from . import _cpu
 from ._checks import check_float, check_same_device, check_shape, no_backward
-from ._dispatch import runs_directly
+from ._dispatch import kind_of, remember, runs_directly
 from ._ops import add_op_namespace_prefix
 from .contract import Rounding, rms_norm_rounding
 
@@ -114,7 +114,28 @@ def rms_norm_gated(
     )
 
 
-def _rms_norm(
+# What calls on a GPU come to, by all that they depend on but addresses and values.
+_gpu_calls: dict = {}
+
+
+def _rms_norm(op, x, gate, weight, eps, **options):
+    direct = runs_directly(x, gate, weight)
+    if not direct or not x.is_cuda:
+        arguments, activation, rounding = _checked(op, x, gate, weight, eps, **options)
+        if direct and x.device.type == "cpu":
+            return _cpu.rms_norm(*arguments, activation, rounding)
+        return _rms_norm_op(*arguments, activation, rounding.factor, rounding.xhat, rounding.weight, rounding.out)
+    key = (op, kind_of(x), kind_of(gate), kind_of(weight), eps, *options.values())
+    call = _gpu_calls.get(key)
+    if call is None:
+        from ._launch import rms_norm_call  # imports triton
+
+        arguments, activation, rounding = _checked(op, x, gate, weight, eps, **options)
+        call = remember(_gpu_calls, key, rms_norm_call(*arguments, activation, rounding))
+    return call(x, gate, weight)
+
+
+def _checked(
     op,
     x,
     gate,
@@ -130,6 +151,7 @@ def _rms_norm(
     gate_before,
     activation,
 ):
+    """The op's arguments from those of the public functions, the activation and the rounding."""
     check_float(op, "x", x)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a 0-d tensor; use x.reshape(1)")
@@ -153,10 +175,7 @@ def _rms_norm(
         gate_last=gate is not None and not gate_before,
     )
     arguments = (x, gate, weight, float(eps), group_size, float(weight_offset), gate_before)
-    activation = "silu" if activation == "swish" else activation
-    if x.device.type == "cpu" and runs_directly(x, gate, weight):
-        return _cpu.rms_norm(*arguments, activation, rounding)
-    return _rms_norm_op(*arguments, activation, rounding.factor, rounding.xhat, rounding.weight, rounding.out)
+    return arguments, "silu" if activation == "swish" else activation, rounding
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=(), device_types=("cuda", "xpu"))
