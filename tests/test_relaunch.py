@@ -30,9 +30,16 @@ class Launcher:
     def __init__(self, src, metadata):
         self.name = src.fn.__name__
 
-    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(x, y, z, stream, function, False, False, None, None, *arguments)
+
+    def launch(self, *arguments):
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        launched.append([self.name, [x, y, z], [repr(a) for a in plain]])
+        plain[10:13] = []  # what Triton's own launch hooks would get
+        launched.append([self.name, [repr(a) for a in plain]])
 
 class Utils:
     load_binary = staticmethod(lambda *arguments: (1, 2, 32, 0, 1024))
@@ -42,6 +49,7 @@ class Driver(compile_only._Driver):
     launcher_cls, utils = Launcher, Utils()
 
 driver.set_active(Driver("9.0"))
+torch.cuda.current_device = torch._C._cuda_getCurrentRawStream = lambda *device: 0
 run = JITFunction.run
 JITFunction.run = lambda self, *a, **k: bound.append(self.__name__) or run(self, *a, **k)
 {body}
@@ -52,7 +60,8 @@ launch, contract = compile_only.load("norm", "_launch", "contract")
 x, weight = torch.randn(8, 256), torch.randn(256)
 rounding = contract.Rounding(torch.float32, torch.float32, torch.float32, torch.float32)
 call = launch.rms_norm_call(x, None, weight, 1e-6, 256, 1.0, False, "silu", rounding)
-launch.torch.empty = lambda *a, out=torch.empty(8, 256), **k: out
+out = torch.empty(8, 256)
+torch.Tensor.new_empty = lambda *a, **k: out
 """
 ATTENTION = """
 launch, plan = compile_only.load("flash-attn", "_launch", "plan")
@@ -61,8 +70,8 @@ query, key = torch.randn(1, 8, 1, 64).half(), torch.randn(1, 2, 3000, 64).half()
 offset = torch.tensor([2999], dtype=torch.int32)
 tensors = (query, key, key, None, None, None, None, offset)
 call = launch.attention_call(*tensors, True, 0.1, -1, -1, 0.0)
-empty, kept = torch.empty, {}
-launch.torch.empty = lambda shape, **k: kept.setdefault(tuple(shape), empty(shape, **k))
+kept = {}
+torch.Tensor.new_empty = lambda tensor, shape, **k: kept.setdefault(shape, torch.empty(shape, **k))
 """
 LINEAR = """
 launch, plan = compile_only.load("linear", "_launch", "plan")

@@ -131,3 +131,21 @@ def test_varlen_segments_are_attended_alone(module):
                 start = None if origin is None else origin[s : s + 1]
                 exact = exact_attention(*alone, call, offset, origin=start)[0]
                 assert (got[q].double() - exact).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("origins", [None, [0, 3, -5, 0, 8, 0]])
+def test_key_masks_are_prepared_in_one_launch_as_in_torch(module, origins):
+    """Runs, holes, padding on both sides, a row without keys; more keys than a program takes at a time; odd strides."""
+    generator = torch.Generator().manual_seed(0)
+    origin = None if origins is None else torch.tensor(origins)
+    for kv_len in (1, 9, 1024, 1500):
+        key_mask = torch.rand(kv_len, 6, generator=generator).t() < 0.9
+        key_mask[0], key_mask[3] = True, False
+        key_mask[1] = torch.arange(kv_len) >= 3
+        key_mask[5] = torch.arange(kv_len) < kv_len - 2
+        for each in (key_mask, key_mask.contiguous()):
+            got = module("_launch").launch_key_mask(each, origin)
+            want = module("key_mask").prepared(each, origin)
+            assert got.dtype == want.dtype and torch.equal(got, want), kv_len
+    empty = torch.ones(2, 0, dtype=torch.bool)
+    assert module("_launch").launch_key_mask(empty, None).shape == (2, 2)

@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import contract, plan, selfcheck
 from ._attention_kernel import attention_kernel, combine_kernel
+from ._key_mask_kernel import key_mask_kernel
 from ._relaunch import Launch
 from .key_mask import HEADER, is_prepared, prepared
 
@@ -100,7 +101,7 @@ def attention_call(
     dtypes, device and alignment.
     """
     batch, heads, q_len, _ = query.shape
-    shape, dtype, device = (batch, q_len, heads, value.shape[-1]), query.dtype, query.device
+    shape = (batch, q_len, heads, value.shape[-1])
     launch = _prepare(
         query,
         key,
@@ -121,7 +122,7 @@ def attention_call(
     )
 
     def call(query, key, value, sinks, mask, key_mask, origin, query_offset):
-        out = torch.empty(shape, dtype=dtype, device=device)
+        out = query.new_empty(shape)
         launch(query, key, value, out, sinks, mask, key_mask, origin, query_offset, None, None)
         return out
 
@@ -372,8 +373,8 @@ def _prepare(
         query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
         part_out = part_state = None
         if split:
-            part_out = torch.empty((*parts, value_dim), dtype=torch.float32, device=device)
-            part_state = torch.empty((*parts, 2), dtype=torch.float32, device=device)
+            part_out = query.new_empty((*parts, value_dim), dtype=torch.float32)
+            part_state = query.new_empty((*parts, 2), dtype=torch.float32)
         states = (query, key, value, key_of(key), value_of(value), out, part_out, part_state)
         launch(*states, sinks, _mask(mask), _prepared(key_mask, origin), origin, query_offset, cu_query, cu_key)
         if split:
@@ -394,4 +395,24 @@ def _mask(mask: torch.Tensor | None) -> torch.Tensor | None:
 def _prepared(key_mask: torch.Tensor | None, origin: torch.Tensor | None) -> torch.Tensor | None:
     if key_mask is None:
         return None
-    return (key_mask if is_prepared(key_mask) else prepared(key_mask, origin)).contiguous()
+    return key_mask.contiguous() if is_prepared(key_mask) else launch_key_mask(key_mask, origin)
+
+
+def launch_key_mask(key_mask: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
+    """key_mask (B, KV) bool, origin (B,) integers or None -> what `key_mask.prepared` makes of them."""
+    rows, kv_len = key_mask.shape
+    if 0 in key_mask.shape:
+        return prepared(key_mask, origin)
+    out = key_mask.new_empty((rows, HEADER + kv_len), dtype=torch.int32)
+    key_mask_kernel[(rows,)](
+        key_mask,
+        None if origin is None else origin.to(torch.int32).contiguous(),
+        out,
+        kv_len,
+        *key_mask.stride(),
+        ORIGIN=origin is not None,
+        HEADER=HEADER,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return out

@@ -12,7 +12,7 @@ from ._checks import (
     check_sinks,
     no_backward,
 )
-from ._dispatch import device_of, kind_of, remember, runs_directly
+from ._dispatch import call_on, device_of, kind_of, remember, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -55,11 +55,8 @@ def attention(
     tensors = (query, key, value, sinks, mask, key_mask)
     direct = runs_directly(*tensors)
     if direct and query.is_cuda:
-        settings = (causal, scale, window, softcap)
-        with device_of(query):
-            call = _recalled(*tensors, origin, query_offset, *settings)
-            out = call(*tensors, as_int32(origin), as_int32(query_offset))
-        return out.transpose(1, 2)
+        call = _recalled(*tensors, origin, query_offset, causal, scale, window, softcap)
+        return call_on(query, call, (*tensors, as_int32(origin), as_int32(query_offset))).transpose(1, 2)
     scale, origin, query_offset = _check(*tensors, origin, query_offset, scale, window, softcap)
     settings = (bool(causal), scale, int(window[0]), int(window[1]), float(softcap))
     arguments = (*tensors[:3], *settings, *tensors[3:], origin, query_offset)
@@ -106,7 +103,9 @@ def _recalled(query, key, value, sinks, mask, key_mask, origin, query_offset, ca
 
         scale, _, _ = _check(*tensors, scale, window, softcap)
         window = int(window[0]), int(window[1])
-        call = remember(_gpu_calls, call_key, attention_call(*tensors, bool(causal), scale, *window, float(softcap)))
+        with device_of(query):
+            call = attention_call(*tensors, bool(causal), scale, *window, float(softcap))
+        remember(_gpu_calls, call_key, call)
     return call
 
 

@@ -6,6 +6,8 @@ as one without padding, and only rows with holes read their keys one by one.
 
 import torch
 
+from ._dispatch import call_on, runs_directly
+
 # Columns in front of the keys: index behind the last key, and whether a key before it is missing.
 HEADER = 2
 
@@ -18,11 +20,15 @@ def prepare_key_mask(key_mask: torch.Tensor, origin: torch.Tensor | None = None)
     """
     if key_mask.device.type == "cpu":
         return key_mask
-    return prepared(key_mask, origin)
+    if not (runs_directly(key_mask, origin) and key_mask.is_cuda):
+        return prepared(key_mask, origin)
+    from ._launch import launch_key_mask  # imports triton
+
+    return call_on(key_mask, launch_key_mask, (key_mask, origin))
 
 
 def prepared(key_mask: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
-    """`prepare_key_mask`, on any device."""
+    """`prepare_key_mask` in torch operators, on any device."""
     rows, kv_len = key_mask.shape
     if kv_len == 0:
         return key_mask.new_zeros(rows, HEADER, dtype=torch.int32)

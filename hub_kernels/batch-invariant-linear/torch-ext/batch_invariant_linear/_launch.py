@@ -97,11 +97,11 @@ def linear_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     x (..., K), weight (N, K), bias (N,) or None -> (..., N).
     """
     k, n = x.shape[-1], weight.shape[0]
-    shape, dtype, device = (*x.shape[:-1], n), x.dtype, x.device
+    shape = (*x.shape[:-1], n)
     flat = x if x.dim() == 2 else x.reshape(-1, k)
     copies = flat.data_ptr() != x.data_ptr()  # else only the address counts, and x will do
     if flat.shape[0] == 0:
-        return lambda x, weight, bias: torch.empty(shape, dtype=dtype, device=device), True
+        return lambda x, weight, bias: x.new_empty(shape), True
     product = _candidate(flat, weight, bias)
     if product is not None and selfcheck.admits(product, flat, weight, bias):
         launch = product
@@ -109,7 +109,7 @@ def linear_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         launch = _triton_linear(flat, weight, bias)
 
     def call(x, weight, bias):
-        y = torch.empty(shape, dtype=dtype, device=device)
+        y = x.new_empty(shape)
         launch(x.reshape(-1, k) if copies else x, weight, bias, y)
         return y
 

@@ -8,7 +8,7 @@ import torch
 
 from . import _cpu_linear
 from ._checks import check_operands, no_backward, shape_error
-from ._dispatch import device_of, kind_of, remember, runs_directly
+from ._dispatch import call_on, device_of, kind_of, remember, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -23,8 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     direct = runs_directly(x, weight, bias)
     if direct and x.is_cuda:
-        with device_of(x):
-            return _recalled(x, weight, bias)(x, weight, bias)
+        return call_on(x, _recalled(x, weight, bias), (x, weight, bias))
     _check(x, weight, bias)
     return _on_cpu(x, weight, bias) if direct and x.device.type == "cpu" else _linear_op(x, weight, bias)
 
@@ -71,7 +70,8 @@ def _recalled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
         from ._launch import linear_call  # imports triton
 
         _check(x, weight, bias)
-        call, lasting = linear_call(x, weight, bias)
+        with device_of(x):
+            call, lasting = linear_call(x, weight, bias)
         if lasting:
             remember(_gpu_calls, key, call)
     return call

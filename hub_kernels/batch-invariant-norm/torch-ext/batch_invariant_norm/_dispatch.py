@@ -44,6 +44,14 @@ def remember(calls: dict, key: tuple, call):
     return call
 
 
+def call_on(x: torch.Tensor, call, arguments: tuple):
+    """call(*arguments) with the device of x, a CUDA tensor, as the current one."""
+    if x.get_device() == torch.cuda.current_device():
+        return call(*arguments)
+    with device_of(x):
+        return call(*arguments)
+
+
 def device_of(x: torch.Tensor):
     """Context in which the device of x is the current one; to enter it costs as much as a small launch, so only if it
     is not that already.

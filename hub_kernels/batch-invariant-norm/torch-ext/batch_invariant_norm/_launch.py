@@ -28,17 +28,18 @@ def _triton_dtype(dtype: torch.dtype):
 def rms_norm(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, rounding):
     """RMS norm of x (..., D) in groups of group_size; arguments as in the op, `rounding` a contract.Rounding."""
     settings = (eps, group_size, weight_offset, gate_before, activation, rounding)
-    return rms_norm_call(x, gate, weight, *settings)(x, gate, weight)
+    with device_of(x):
+        return rms_norm_call(x, gate, weight, *settings)(x, gate, weight)
 
 
 def rms_norm_call(x, gate, weight, eps, group_size, weight_offset, gate_before, activation, rounding):
     """The function of (x, gate, weight) that `rms_norm` comes to, for all tensors of these kinds."""
     from . import _rms_norm_kernel as kernels
 
-    shape, device, out_dtype = x.shape, x.device, rounding.out
+    shape, out_dtype = x.shape, rounding.out
     columns = group_size
     if not x.numel():
-        return lambda x, gate, weight: torch.empty(shape, dtype=out_dtype, device=device)
+        return lambda x, gate, weight: x.new_empty(shape, dtype=out_dtype)
     rows = x.numel() // columns
     product = rounding.xhat if weight is None else torch.promote_types(rounding.xhat, weight.dtype)
     gate_options = {"GATE_FIRST": gate is not None and gate_before, "ACTIVATION": activation}
@@ -60,10 +61,9 @@ def rms_norm_call(x, gate, weight, eps, group_size, weight_offset, gate_before, 
         launch = Launch(kernels.rms_norm_rows, grid, (rows, columns, *numbers), **options, **sizes)
 
         def call(x, gate, weight):
-            out = torch.empty(shape, dtype=out_dtype, device=device)
+            out = x.new_empty(shape, dtype=out_dtype)
             x, gate, weight = _aligned(x), _aligned(gate), _aligned(weight)
-            with device_of(x):
-                launch(x, x if gate is None else gate, x if weight is None else weight, out)
+            launch(x, x if gate is None else gate, x if weight is None else weight, out)
             return out
 
         return call
@@ -75,13 +75,12 @@ def rms_norm_call(x, gate, weight, eps, group_size, weight_offset, gate_before, 
     finish = Launch(kernels.rms_norm_chunk_finish, grid, (columns, chunks, *numbers), **options, **sizes, **ends)
 
     def call_chunks(x, gate, weight):
-        out = torch.empty(shape, dtype=out_dtype, device=device)
+        out = x.new_empty(shape, dtype=out_dtype)
         x, gate, weight = _aligned(x), _aligned(gate), _aligned(weight)
         gate, weight = x if gate is None else gate, x if weight is None else weight
-        partial = torch.empty(rows, chunks, dtype=torch.float32, device=device)
-        with device_of(x):
-            squares(x, gate, partial)
-            finish(x, gate, weight, out, partial)
+        partial = x.new_empty(rows, chunks, dtype=torch.float32)
+        squares(x, gate, partial)
+        finish(x, gate, weight, out, partial)
         return out
 
     return call_chunks
@@ -89,16 +88,17 @@ def rms_norm_call(x, gate, weight, eps, group_size, weight_offset, gate_before, 
 
 def layer_norm(x, weight, bias, eps, columns, xhat, product, out_dtype):
     """Layer norm over the trailing `columns` elements of x; arguments as in the op."""
-    return layer_norm_call(x, weight, bias, eps, columns, xhat, product, out_dtype)(x, weight, bias)
+    with device_of(x):
+        return layer_norm_call(x, weight, bias, eps, columns, xhat, product, out_dtype)(x, weight, bias)
 
 
 def layer_norm_call(x, weight, bias, eps, columns, xhat, product, out_dtype):
     """The function of (x, weight, bias) that `layer_norm` comes to, for all tensors of these kinds."""
     from . import _layer_norm_kernel as kernels
 
-    shape, device = x.shape, x.device
+    shape = x.shape
     if not x.numel():
-        return lambda x, weight, bias: torch.empty(shape, dtype=out_dtype, device=device)
+        return lambda x, weight, bias: x.new_empty(shape, dtype=out_dtype)
     rows = x.numel() // columns
     options = {
         "XHAT": _triton_dtype(xhat),
@@ -113,10 +113,9 @@ def layer_norm_call(x, weight, bias, eps, columns, xhat, product, out_dtype):
         launch = Launch(kernels.layer_norm_rows, (plan.programs(rows, tile),), numbers, **options, **sizes)
 
         def call(x, weight, bias):
-            out = torch.empty(shape, dtype=out_dtype, device=device)
+            out = x.new_empty(shape, dtype=out_dtype)
             x, weight, bias = _aligned(x), _aligned(weight), _aligned(bias)
-            with device_of(x):
-                launch(x, x if weight is None else weight, x if bias is None else bias, out)
+            launch(x, x if weight is None else weight, x if bias is None else bias, out)
             return out
 
         return call
@@ -128,13 +127,12 @@ def layer_norm_call(x, weight, bias, eps, columns, xhat, product, out_dtype):
     finish = Launch(kernels.layer_norm_chunk_finish, grid, numbers, **options, **sizes, **ends)
 
     def call_chunks(x, weight, bias):
-        out = torch.empty(shape, dtype=out_dtype, device=device)
+        out = x.new_empty(shape, dtype=out_dtype)
         x, weight, bias = _aligned(x), _aligned(weight), _aligned(bias)
-        mean = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+        mean = x.new_empty(rows, chunks, dtype=torch.float32)
         squares = torch.empty_like(mean)
-        with device_of(x):
-            moments(x, mean, squares)
-            finish(x, x if weight is None else weight, x if bias is None else bias, out, mean, squares)
+        moments(x, mean, squares)
+        finish(x, x if weight is None else weight, x if bias is None else bias, out, mean, squares)
         return out
 
     return call_chunks

@@ -6,7 +6,7 @@ import torch
 
 from . import _cpu
 from ._checks import check_float, check_same_device, check_shape, no_backward
-from ._dispatch import kind_of, remember, runs_directly
+from ._dispatch import call_on, kind_of, remember, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -42,7 +42,7 @@ def layer_norm(
 
         arguments = _checked(x, shape, weight, bias, eps, cast_before_weight)
         call = remember(_gpu_calls, key, layer_norm_call(*arguments))
-    return call(x, weight, bias)
+    return call_on(x, call, (x, weight, bias))
 
 
 # What calls on a GPU come to, by all that they depend on but addresses and values.

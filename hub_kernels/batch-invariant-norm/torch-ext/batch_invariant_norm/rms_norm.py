@@ -8,7 +8,7 @@ import torch
 
 from . import _cpu
 from ._checks import check_float, check_same_device, check_shape, no_backward
-from ._dispatch import kind_of, remember, runs_directly
+from ._dispatch import call_on, kind_of, remember, runs_directly
 from ._ops import add_op_namespace_prefix
 from .contract import Rounding, rms_norm_rounding
 
@@ -44,21 +44,8 @@ def rms_norm(
     x and weight are float32, float16 or bfloat16, in any combination. No gradient: backward raises.
     Raises TypeError for other dtypes, ValueError for shapes, devices or options that do not fit together.
     """
-    return _rms_norm(
-        "rms_norm",
-        x,
-        None,
-        weight,
-        eps,
-        cast_before_weight=cast_before_weight,
-        weight_offset=weight_offset,
-        cast_to_weight_dtype=cast_to_weight_dtype,
-        offset_in_weight_dtype=offset_in_weight_dtype,
-        round_factor=round_factor,
-        group_size=group_size,
-        gate_before=False,
-        activation="silu",
-    )
+    options = (cast_before_weight, weight_offset, cast_to_weight_dtype, offset_in_weight_dtype, round_factor)
+    return _rms_norm("rms_norm", x, None, weight, eps, (*options, group_size, False, "silu"))
 
 
 def rms_norm_gated(
@@ -97,42 +84,30 @@ def rms_norm_gated(
         check_float("rms_norm_gated", "gate", gate)
         check_float("rms_norm_gated", "x", x)
         check_shape("rms_norm_gated", "gate", gate, tuple(x.shape))
-    return _rms_norm(
-        "rms_norm_gated",
-        x,
-        gate,
-        weight,
-        eps,
-        cast_before_weight=cast_before_weight,
-        weight_offset=weight_offset,
-        cast_to_weight_dtype=False,
-        offset_in_weight_dtype=False,
-        round_factor=False,
-        group_size=group_size,
-        gate_before=gate_before,
-        activation=activation,
-    )
+    options = (cast_before_weight, weight_offset, False, False, False, group_size, gate_before, activation)
+    return _rms_norm("rms_norm_gated", x, gate, weight, eps, options)
 
 
 # What calls on a GPU come to, by all that they depend on but addresses and values.
 _gpu_calls: dict = {}
 
 
-def _rms_norm(op, x, gate, weight, eps, **options):
+def _rms_norm(op, x, gate, weight, eps, options):
+    """options: those of `_checked`, in its order."""
     direct = runs_directly(x, gate, weight)
-    if not direct or not x.is_cuda:
-        arguments, activation, rounding = _checked(op, x, gate, weight, eps, **options)
-        if direct and x.device.type == "cpu":
-            return _cpu.rms_norm(*arguments, activation, rounding)
-        return _rms_norm_op(*arguments, activation, rounding.factor, rounding.xhat, rounding.weight, rounding.out)
-    key = (op, kind_of(x), kind_of(gate), kind_of(weight), eps, *options.values())
-    call = _gpu_calls.get(key)
-    if call is None:
-        from ._launch import rms_norm_call  # imports triton
+    if direct and x.is_cuda:
+        key = (op, kind_of(x), kind_of(gate), kind_of(weight), eps, options)
+        call = _gpu_calls.get(key)
+        if call is None:
+            from ._launch import rms_norm_call  # imports triton
 
-        arguments, activation, rounding = _checked(op, x, gate, weight, eps, **options)
-        call = remember(_gpu_calls, key, rms_norm_call(*arguments, activation, rounding))
-    return call(x, gate, weight)
+            arguments, activation, rounding = _checked(op, x, gate, weight, eps, *options)
+            call = remember(_gpu_calls, key, rms_norm_call(*arguments, activation, rounding))
+        return call_on(x, call, (x, gate, weight))
+    arguments, activation, rounding = _checked(op, x, gate, weight, eps, *options)
+    if direct and x.device.type == "cpu":
+        return _cpu.rms_norm(*arguments, activation, rounding)
+    return _rms_norm_op(*arguments, activation, rounding.factor, rounding.xhat, rounding.weight, rounding.out)
 
 
 def _checked(
@@ -141,7 +116,6 @@ def _checked(
     gate,
     weight,
     eps,
-    *,
     cast_before_weight,
     weight_offset,
     cast_to_weight_dtype,
