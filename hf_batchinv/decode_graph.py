@@ -30,13 +30,13 @@ Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
 
 def enabled(model: nn.Module) -> bool:
-    """Whether steps of a model may be recorded: `HF_BATCHINV_CUDA_GRAPHS=1`, and no hook wants to see them.
+    """Whether steps of a model may be recorded: unless `HF_BATCHINV_CUDA_GRAPHS=0`, or a hook wants to see them.
 
     Raises ValueError for a setting that is neither 0 nor 1.
     """
-    setting = os.environ.get("HF_BATCHINV_CUDA_GRAPHS", "0")
+    setting = os.environ.get("HF_BATCHINV_CUDA_GRAPHS", "1")
     if setting not in ("0", "1"):
-        raise ValueError(f"HF_BATCHINV_CUDA_GRAPHS: expected 0 or 1, got {setting!r}; unset it for 0")
+        raise ValueError(f"HF_BATCHINV_CUDA_GRAPHS: expected 0 or 1, got {setting!r}; unset it for 1")
     hooked = any(
         module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module) for module in model.modules()
     )

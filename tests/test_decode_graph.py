@@ -140,13 +140,15 @@ def test_a_replay_leaves_the_outputs_of_the_one_before_alone():
 
 def test_a_hooked_model_is_not_recorded(monkeypatch):
     model = hf_batchinv.convert(make("llama"))
-    monkeypatch.setenv("HF_BATCHINV_CUDA_GRAPHS", "1")
     assert decode_graph.enabled(model)
+    monkeypatch.setenv("HF_BATCHINV_CUDA_GRAPHS", "0")
+    assert not decode_graph.enabled(model)
+    monkeypatch.setenv("HF_BATCHINV_CUDA_GRAPHS", "1")
     handle = model.model.layers[0].register_forward_hook(lambda *args: None)
     assert not decode_graph.enabled(model)
     handle.remove()
     monkeypatch.setenv("HF_BATCHINV_CUDA_GRAPHS", "yes")
-    with pytest.raises(ValueError, match="HF_BATCHINV_CUDA_GRAPHS: expected 0 or 1, got 'yes'; unset it for 0"):
+    with pytest.raises(ValueError, match="HF_BATCHINV_CUDA_GRAPHS: expected 0 or 1, got 'yes'; unset it for 1"):
         decode_graph.enabled(model)
 
 
