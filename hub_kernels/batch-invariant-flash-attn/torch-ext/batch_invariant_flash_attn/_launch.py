@@ -230,7 +230,9 @@ def _prepare(
     if window[0] >= 0 and (causal or window[1] >= 0):
         span = min(kv_len, window[0] + max(window[1], 0) + q_len)
     splits = _most_splits(span, anywhere=origin is not None or window[0] >= 0)
-    problem = dict(rows=q_len * group, heads=sequences * kv_heads, splits=splits, split_bytes=(value_dim + 2) * 4)
+    # Fewer keys than a split has are walked by one program, wherever they lie: a second one would not be faster.
+    worth = splits if span > contract.SPLIT_STRETCHES[0][1] else 1
+    problem = dict(rows=q_len * group, heads=sequences * kv_heads, splits=worth, split_bytes=(value_dim + 2) * 4)
     if tile is None:
         free = selfcheck.tiles_agree(device=device, **shape)
         full, descriptors = full and free, descriptors and free
