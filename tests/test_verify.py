@@ -60,6 +60,17 @@ def test_a_stock_model_is_guilty_and_a_converted_one_is_not(name):
         assert axis.reason if axis.status == NOT_APPLICABLE else axis.values > 0, axis
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bert", "t5"])
+def test_on_a_gpu_a_stock_model_is_guilty_and_a_converted_one_is_not(name):
+    """In float32, where a stock product on a GPU follows the number of rows at any size."""
+    model = make(name).cuda()
+    stock = verify(model, bisect=False, budget=3)
+    assert stock.subject["device"].startswith("cuda") and not stock.ok and stock.differs, stock
+    converted = verify(hf_batchinv.convert(model))
+    assert converted.ok, converted
+
+
 def test_counts_are_those_of_the_bits():
     """The numbers of a model with a fault that shows on any machine, counted here once more."""
     model = hf_batchinv.convert(make("llama"))
