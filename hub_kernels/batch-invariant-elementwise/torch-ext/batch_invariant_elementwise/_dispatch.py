@@ -1,0 +1,52 @@
+"""When an op may run without going through PyTorch's dispatcher.
+
+A Python custom op costs 20-50 microseconds per call, as much as a small product. Plain eager inference needs nothing
+that the dispatcher gives, so it calls the implementation itself; tracing, dispatch modes, functorch transforms,
+tensor subclasses and autograd get the registered op.
+"""
+
+import contextlib
+
+import torch
+from torch.nn import Parameter
+
+_PLAIN = (torch.Tensor, Parameter)
+
+
+def runs_directly(*tensors: torch.Tensor | None) -> bool:
+    """Whether these arguments belong to plain eager inference."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or tensor.is_meta or (grad and tensor.requires_grad):
+            return False
+    return True
+
+
+def device_of(x: torch.Tensor):
+    """Context in which the device of x is the current one; to enter it costs as much as a small launch, so only if it
+    is not that already.
+    """
+    if x.device.type == "cpu" or (x.device.type == "cuda" and x.device.index == torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.get_device_module(x.device).device(x.device)
+
+
+@contextlib.contextmanager
+def _undisturbed():
+    with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def plain_torch():
+    """Context in which the CPU path's torch calls mean what they say: autocast, function modes and autograd off."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch._C._len_torch_function_stack():
+        return _undisturbed()
+    return contextlib.nullcontext()

@@ -1,0 +1,81 @@
+"""activation(gate) * up, the inner step of gated MLPs (SwiGLU); the activation and the product are both rounded."""
+
+import torch
+
+from . import reference
+from ._checks import name_of, no_backward
+from ._dispatch import plain_torch, runs_directly
+from ._ops import add_op_namespace_prefix
+from .contract import ACTIVATIONS, FLOAT_DTYPES
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """activation(gate) * up for gate and up of one shape, in one launch; contiguous.
+
+    The activation is computed in float32 and rounded to the dtype of the inputs before the product, as torch does.
+    activation: "silu". gate and up are float32, float16 or bfloat16, of one dtype. No gradient: backward raises.
+    Raises TypeError for other dtypes, ValueError for another activation and for shapes or devices that differ.
+    """
+    if (problem := _problem(gate, up, activation)) is not None:
+        raise problem
+    if runs_directly(gate, up):
+        kind = gate.device.type
+        if kind == "cuda" or kind == "xpu":
+            from . import _launch
+
+            return _launch.gated(gate, up, activation)
+        if kind == "cpu":
+            return _on_cpu(gate, up, activation)
+    return _gated_op(gate, up, activation)
+
+
+def can_gate(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> bool:
+    """Whether `gated` takes these arguments."""
+    return _problem(gate, up, activation) is None
+
+
+def _problem(gate, up, activation) -> Exception | None:
+    if activation not in ACTIVATIONS:
+        return ValueError(
+            f"gated: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}; apply another one to the "
+            "gate yourself"
+        )
+    if gate.dtype not in FLOAT_DTYPES:
+        return TypeError(
+            f"gated: gate must be float32, float16 or bfloat16, got {name_of(gate.dtype)}; cast it first, for example "
+            "gate.float()"
+        )
+    if up.dtype != gate.dtype:
+        return TypeError(
+            f"gated: up must have the dtype of gate ({name_of(gate.dtype)}), got {name_of(up.dtype)}; cast it first"
+        )
+    if up.shape != gate.shape:
+        return ValueError(
+            f"gated: up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}; expand it first"
+        )
+    if up.device != gate.device:
+        return ValueError(
+            f"gated: up must be on the device of gate ({gate.device}), got {up.device}; move it with .to()"
+        )
+    return None
+
+
+@torch.library.custom_op(add_op_namespace_prefix("gated"), mutates_args=(), device_types=("cuda", "xpu"))
+def _gated_op(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    from . import _launch
+
+    return _launch.gated(gate, up, activation)
+
+
+@torch.library.register_kernel(add_op_namespace_prefix("gated"), "cpu")
+def _on_cpu(gate, up, activation):
+    with plain_torch():
+        return reference.gated(gate.contiguous(), up.contiguous(), activation)
+
+
+@_gated_op.register_fake
+def _(gate, up, activation):
+    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+_gated_op.register_autograd(no_backward("gated"))
