@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for elementwise_cases, in every import mode of pytest
+
 HAS_CUDA = torch.cuda.is_available()
 REPO_ID = "hf-batchinv/batch-invariant-elementwise"
 

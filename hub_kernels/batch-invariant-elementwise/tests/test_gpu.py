@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .cases import CASES, DTYPES, Case, arguments_of, edge_gates
+from elementwise_cases import CASES, DTYPES, Case, arguments_of, edge_gates
 
 pytestmark = pytest.mark.gpu
 

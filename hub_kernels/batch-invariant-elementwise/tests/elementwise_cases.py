@@ -32,7 +32,7 @@ CASES = [
     Case(1, 33, 3, 5, 64),
     Case(2, 3, 1, 7, 80, cos_rows=2),
     Case(2, 1, 1, 1, 2),
-    Case(1, 2, 2, 300, 6),
+    Case(1, 2, 2, 70, 6),
     *(Case(2, 5, 2, 3, 24, 2, layout) for layout in ("heads", "fused", "elements apart", "one row for all")),
     Case(1, 5, 2, 3, 24, 1, "heads"),
     Case(3, 5, 2, 1, 24, 3, "fused"),
