@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from elementwise_cases import CASES, DTYPES, Case, arguments_of, edge_gates
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,6 @@ import importlib.util
 
 import pytest
 import torch
-
 from elementwise_cases import CASES, DTYPES, arguments_of, edge_gates
 
 pytestmark = [

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from elementwise_cases import CASES, DTYPES, arguments_of, edge_gates
 
 X = torch.ones(2, 4, 3, 8)
