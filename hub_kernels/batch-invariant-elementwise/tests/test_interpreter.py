@@ -28,9 +28,8 @@ def rotary_in_steps(query, key, cos, sin, round_to):
     for x in (query, key):
         first, second = x.float().chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
-        products = [
-            round_to(part * angle.float().unsqueeze(1)).float() for part, angle in ((x.float(), cos), (turned, sin))
-        ]
+        pairs = ((x.float(), cos), (turned, sin))
+        products = [round_to(part * angle.float().unsqueeze(1)).float() for part, angle in pairs]
         results.append(round_to(products[0] + products[1]))
     return results
 

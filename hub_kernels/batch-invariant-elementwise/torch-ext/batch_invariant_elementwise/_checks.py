@@ -12,8 +12,8 @@ def no_backward(op: str):
 
     def backward(context, *gradients):
         raise RuntimeError(
-            f"{op} has no backward, got a loss that needs its gradient; train with the torch operators, or run this one "
-            "under torch.no_grad()"
+            f"{op} has no backward, got a loss that needs its gradient; train with the torch operators, or run this "
+            "one under torch.no_grad()"
         )
 
     return backward

@@ -1,7 +1,7 @@
 """activation(gate) * up, flat.
 
-torch computes silu on CUDA as x / (1 + expf(-x)) in float32. Triton's own exp is a coarser one, so expf is spelled out:
-CUDA's steps with CUDA's constants, none of which needs more than a fused multiply-add, a floor and ex2.approx (tl.exp2).
+torch computes silu on CUDA as x / (1 + expf(-x)) in float32. Triton's own exp is a coarser one, so expf is spelled out
+here: CUDA's steps with CUDA's constants, which take fused multiply-adds, a floor and ex2.approx (tl.exp2).
 """
 
 import triton
@@ -14,7 +14,7 @@ _LOG2_E_252ND = tl.constexpr(0.0057249800302088261)  # 0x3bbb989d, log2(e) / 252
 
 @triton.jit
 def expf(x):
-    """CUDA's expf: 2 ** n * 2 ** f, where n is the floor of x * log2(e), kept within -126 and 126, and f is the rest."""
+    """CUDA's expf: 2 ** n * 2 ** f, with n the floor of x * log2(e), kept within -126 and 126, and f what is left."""
     share = tl.minimum(tl.maximum(tl.fma(x, _LOG2_E_252ND, 0.5), 0.0), 1.0)
     product = share * 252.0
     floor = tl.floor(product)
