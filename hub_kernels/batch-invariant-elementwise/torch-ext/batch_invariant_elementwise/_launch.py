@@ -53,7 +53,7 @@ def _empty(batch: int, length: int, heads: int, dim: int, like: torch.Tensor) ->
 
 
 def _token_major(x: torch.Tensor) -> torch.Tensor:
-    """x (B, H, L, D), or a copy of it, with the heads inside of the tokens and one stride over the tokens of all rows."""
+    """x (B, H, L, D), or a copy of it, whose heads lie inside of its tokens and one stride over all tokens."""
     batch, heads, length, _ = x.shape
     row, head, token, element = x.stride()
     heads_inside = head <= token or heads == 1 or length == 1

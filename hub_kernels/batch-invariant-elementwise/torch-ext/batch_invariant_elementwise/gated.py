@@ -2,9 +2,9 @@
 
 import torch
 
-from . import reference
+from . import _cpu
 from ._checks import name_of, no_backward
-from ._dispatch import plain_torch, runs_directly
+from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 from .contract import ACTIVATIONS, FLOAT_DTYPES
 
@@ -25,7 +25,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> tor
 
             return _launch.gated(gate, up, activation)
         if kind == "cpu":
-            return _on_cpu(gate, up, activation)
+            return _cpu.gated(gate, up, activation)
     return _gated_op(gate, up, activation)
 
 
@@ -68,9 +68,8 @@ def _gated_op(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Te
 
 
 @torch.library.register_kernel(add_op_namespace_prefix("gated"), "cpu")
-def _on_cpu(gate, up, activation):
-    with plain_torch():
-        return reference.gated(gate.contiguous(), up.contiguous(), activation)
+def _(gate, up, activation):
+    return _cpu.gated(gate, up, activation)
 
 
 @_gated_op.register_fake

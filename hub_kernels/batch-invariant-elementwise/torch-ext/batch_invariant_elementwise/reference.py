@@ -1,4 +1,4 @@
-"""The chains of torch operators whose bits the kernels have; on a CPU they are what runs."""
+"""The chains of torch operators whose bits the GPU kernels have."""
 
 import torch
 import torch.nn.functional as F

@@ -5,9 +5,9 @@ out = x * cos + rotate_half(x) * sin        both products and the sum rounded to
 
 import torch
 
-from . import reference
+from . import _cpu, reference
 from ._checks import name_of, no_backward
-from ._dispatch import plain_torch, runs_directly
+from ._dispatch import runs_directly
 from ._ops import add_op_namespace_prefix
 from .contract import FLOAT_DTYPES
 
@@ -31,7 +31,7 @@ def rotary(
 
             return _launch.rotary(query, key, cos, sin)
         if kind == "cpu":
-            return _on_cpu(query, key, cos, sin)
+            return _cpu.rotary(query, key, cos, sin)
     return _rotary_op(query, key, cos, sin)
 
 
@@ -88,9 +88,8 @@ def _rotary_op(
 
 
 @torch.library.register_kernel(add_op_namespace_prefix("rotary"), "cpu")
-def _on_cpu(query, key, cos, sin):
-    with plain_torch():
-        return reference.rotary(query, key, cos, sin)
+def _(query, key, cos, sin):
+    return _cpu.rotary(query, key, cos, sin)
 
 
 @_rotary_op.register_fake
