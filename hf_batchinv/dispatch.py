@@ -297,4 +297,4 @@ def _attention(module: nn.Module, layer: str | None) -> Verdict:
         head_dim = getattr(module, name, None)
         if isinstance(head_dim, int) and not (16 <= head_dim <= 256 and head_dim % 8 == 0):
             return refuse(f"has {name}={head_dim}; attention covers head dims from 16 to 256 that are multiples of 8")
-    return Verdict(ATTENTION, layer=layer)
+    return Verdict(ATTENTION, describe_layer(layer, ()) if layer else "", layer)

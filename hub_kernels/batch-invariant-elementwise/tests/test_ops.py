@@ -19,15 +19,13 @@ def test_rotary_on_a_cpu_is_the_chain(kernel, submodule, assert_same_bits, case,
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_gated_on_a_cpu_is_silu_times_up_without_a_tail(
-    kernel, submodule, assert_same_bits, count_different_bits, dtype
-):
+def test_gated_on_a_cpu_has_no_tail(kernel, submodule, assert_same_bits, count_different_bits, dtype):
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(9973, generator=generator).to(dtype) * 4 for _ in range(2))
     gate[: len(edge_gates(dtype))] = edge_gates(dtype)
     chain = submodule("reference").gated
     whole = kernel.gated(gate, up)
-    tolerance = 2 * torch.finfo(dtype).eps
+    tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(whole, chain(gate, up, "silu"), rtol=tolerance, atol=1e-30, equal_nan=True)
     parts = [slice(30, 30 + length) for length in range(1, 100)]
     for part in parts:
