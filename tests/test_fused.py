@@ -102,9 +102,20 @@ def pickled(module):
     return pickle.loads(pickle.dumps(module))
 
 
+def can_be_pickled(module):
+    try:
+        pickle.dumps(module)
+    except AttributeError:  # the `kernels` library puts objects of local classes into attention modules
+        return False
+    return True
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled])
 def test_copies_are_converted_too_and_can_be_reverted(how):
-    model = hf_batchinv.convert(make("llama"))
+    model = make("llama")
+    if how is pickled and not can_be_pickled(model):
+        pytest.skip("the stock model cannot be pickled")
+    hf_batchinv.convert(model)
     again = how(model)
     for key in ("self_attn", "mlp"):
         one, other = (getattr(each.model.layers[0], key) for each in (model, again))

@@ -51,7 +51,8 @@ def make_forward(stock: type, options: tuple):
     def forward(self, *args, **kwargs):
         """x (..., D) -> (..., D)"""
         act_fn = self._modules["act_fn"]
-        if kwargs or not runs_fused(*args) or stock.forward is not original or not _is_plain_silu(act_fn):
+        plain = len(args) == 1 and not kwargs and runs_fused(*args)  # first, since it is False while torch compiles
+        if not plain or stock.forward is not original or not _is_plain_silu(act_fn):
             return stock.forward(self, *args, **kwargs)
         (x,) = args
         gate, up = self.gate_proj(x), self.up_proj(x)

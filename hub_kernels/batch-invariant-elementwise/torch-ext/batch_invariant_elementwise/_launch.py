@@ -14,10 +14,9 @@ def rotary(query, key, cos, sin):
         return torch.empty_like(query), torch.empty_like(key)
     batch, query_heads, length, dim = query.shape
     key_heads = key.shape[1]
-    query_in, key_in = _token_major(query), _token_major(key)
-    query_out, key_out = _empty(batch, length, query_heads, dim, query), _empty(batch, length, key_heads, dim, key)
-    # Tokens are counted over the whole batch. With one token a row, the stride of a row is that of a token.
-    token = 0 if length == 1 else 2
+    query_in, query_stride, query_head_stride = _token_major(query, batch, query_heads, length)
+    key_in, key_stride, key_head_stride = _token_major(key, batch, key_heads, length)
+    query_out, key_out = _empty(batch, query_heads, length, dim, query), _empty(batch, key_heads, length, dim, query)
     tile = contract.rotary_tile(dim)
     blocks = -(-query_heads // tile.heads) - (-key_heads // tile.heads)
     with device_of(query):
@@ -31,10 +30,10 @@ def rotary(query, key, cos, sin):
             cos.shape[0] * length,
             query_heads,
             key_heads,
-            query_in.stride(token),
-            query_in.stride(1),
-            key_in.stride(token),
-            key_in.stride(1),
+            query_stride,
+            query_head_stride,
+            key_stride,
+            key_head_stride,
             HALF=dim // 2,
             BLOCK_HEADS=tile.heads,
             BLOCK_HALF=tile.half,
@@ -46,20 +45,26 @@ def rotary(query, key, cos, sin):
     return query_out, key_out
 
 
-def _empty(batch: int, length: int, heads: int, dim: int, like: torch.Tensor) -> torch.Tensor:
+def _empty(batch: int, heads: int, length: int, dim: int, like: torch.Tensor) -> torch.Tensor:
     """(B, H, L, D) whose memory is (B, L, H, D)."""
     strides = (length * heads * dim, dim, heads * dim, 1)
     return torch.empty_strided((batch, heads, length, dim), strides, dtype=like.dtype, device=like.device)
 
 
-def _token_major(x: torch.Tensor) -> torch.Tensor:
-    """x (B, H, L, D), or a copy of it, whose heads lie inside of its tokens and one stride over all tokens."""
-    batch, heads, length, _ = x.shape
+def _token_major(x: torch.Tensor, batch: int, heads: int, length: int) -> tuple[torch.Tensor, int, int]:
+    """x (B, H, L, D) or a copy of it, the stride from a token to the next over all rows, and that from head to head.
+
+    In memory the heads of a token lie inside of it, as in the result.
+    """
     row, head, token, element = x.stride()
-    heads_inside = head <= token or heads == 1 or length == 1
-    if element == 1 and heads_inside and (batch == 1 or length == 1 or row == length * token):
-        return x
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if length == 1:
+        head_inside, token = True, row
+    else:
+        head_inside = (head <= token or heads == 1) and (row == length * token or batch == 1)
+    if element == 1 and head_inside:
+        return x, token, head
+    dim = x.shape[3]
+    return x.transpose(1, 2).contiguous().transpose(1, 2), heads * dim, dim
 
 
 def gated(gate, up, activation):

@@ -3,7 +3,7 @@
 No tile changes a bit here, since nothing is added up over a row.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ GATED_ELEMENTS = 1024
 GATED_WARPS = 4
 
 
-@dataclass(frozen=True)
-class RotaryTile:
+class RotaryTile(NamedTuple):
     """heads, and half a head's dimensions up to a power of two."""
 
     heads: int

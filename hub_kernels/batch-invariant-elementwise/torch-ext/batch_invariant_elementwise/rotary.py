@@ -22,8 +22,8 @@ def rotary(
     of one dtype. No gradient: backward raises.
     Raises TypeError for other dtypes, ValueError for shapes or devices that do not fit together.
     """
-    if (problem := _problem(query, key, cos, sin)) is not None:
-        raise problem
+    if not can_rotate(query, key, cos, sin):
+        raise _problem(query, key, cos, sin)
     if runs_directly(query, key, cos, sin):
         kind = query.device.type
         if kind == "cuda" or kind == "xpu":
@@ -37,10 +37,28 @@ def rotary(
 
 def can_rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether `rotary` takes these tensors."""
-    return _problem(query, key, cos, sin) is None
+    # Asked at every call of a decoding step: every attribute is read once.
+    dtype, device, shape, angles = query.dtype, query.device, query.shape, cos.shape
+    if len(shape) != 4 or len(angles) != 3:
+        return False
+    batch, _, length, dim = shape
+    rows, cos_length, cos_dim = angles
+    return (
+        dtype in FLOAT_DTYPES
+        and dtype == key.dtype == cos.dtype == sin.dtype
+        and cos_length == length
+        and cos_dim == dim
+        and (rows == batch or rows == 1)
+        and dim % 2 == 0
+        and sin.shape == angles
+        and key.dim() == 4
+        and key.shape == (batch, key.shape[1], length, dim)
+        and device == key.device == cos.device == sin.device
+    )
 
 
-def _problem(query, key, cos, sin) -> Exception | None:
+def _problem(query, key, cos, sin) -> Exception:
+    """What is wrong with arguments that `can_rotate` does not accept."""
     dtype, device, shape = query.dtype, query.device, query.shape
     if dtype not in FLOAT_DTYPES:
         return TypeError(
@@ -75,7 +93,7 @@ def _problem(query, key, cos, sin) -> Exception | None:
             return ValueError(
                 f"rotary: {name} must be on the device of query ({device}), got {tensor.device}; move it with .to()"
             )
-    return None
+    raise AssertionError("can_rotate accepts these")
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rotary"), mutates_args=(), device_types=("cuda", "xpu"))
