@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from . import layers, norm_probe, source_scan
+from .layers import gated_mlp, rotary
 from .layers.activation import formula_of
 
 CONVERTED = "converted"
@@ -193,9 +194,11 @@ def dispatch_by_source(module):
         return refuse(f"calls {_listed(reductions)}, which is not covered")
     findings = source_scan.findings_in(module, kind)
     if scan.uses_attention_interface:
-        return _attention(module, layer="functional" if findings else None)
+        return _attention(module, "functional" if findings else "rotary" if rotary.recognises(kind) else None)
     if findings:
         return becomes("functional")
+    if gated_mlp.recognises(module, source_scan.parsed_forward(kind)):
+        return becomes("gated_mlp", ("silu",))
     if not module._modules and module._parameters and not _is_known_elementwise(module):
         return refuse("has parameters and is none of the layers known here")
     return Verdict(CONTAINER if module._modules else ELEMENTWISE)
@@ -294,4 +297,4 @@ def _attention(module: nn.Module, layer: str | None) -> Verdict:
         head_dim = getattr(module, name, None)
         if isinstance(head_dim, int) and not (16 <= head_dim <= 256 and head_dim % 8 == 0):
             return refuse(f"has {name}={head_dim}; attention covers head dims from 16 to 256 that are multiples of 8")
-    return Verdict(ATTENTION, layer=layer)
+    return Verdict(ATTENTION, describe_layer(layer, ()) if layer else "", layer)

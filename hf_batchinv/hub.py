@@ -25,7 +25,7 @@ from types import ModuleType
 
 import torch
 
-FAMILIES = ("linear", "norm", "flash-attn")
+FAMILIES = ("linear", "norm", "flash-attn", "elementwise")
 
 _HERE = Path(__file__).resolve().parent
 _KERNELS = f"{__package__}._kernels"
@@ -47,7 +47,7 @@ def load(name: str, source: str | None = None) -> ModuleType:
     """Return the kernel package of one family, loaded once per process and source.
 
     Args:
-        name: "linear", "norm" or "flash-attn".
+        name: "linear", "norm", "flash-attn" or "elementwise".
         source: None for the environment variable HF_BATCHINV_KERNELS if it is set and else the sources shipped with
             hf_batchinv, "" for the latter in any case, a directory of built trees, or "hub:<org>@<revision>".
 
@@ -84,7 +84,7 @@ def _synthetic_module(name: str, search: list[str] | None = None) -> ModuleType:
 
 
 def _make_shipped_packages_importable() -> None:
-    """Make `hf_batchinv._kernels` a package that finds the three source trees by Python's ordinary import.
+    """Make `hf_batchinv._kernels` a package that finds the source trees by Python's ordinary import.
 
     Sources have no `_ops` module (a build generates it), so one per package is put in place before any of them runs.
     """

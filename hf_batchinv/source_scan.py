@@ -111,6 +111,11 @@ def held_reductions(module: nn.Module) -> list[str]:
     return found
 
 
+def parsed_forward(cls: type) -> ast.AST:
+    """Return the parsed source of the forward that a class has, decorators undone; for classes that `scan` can read."""
+    return _parse(_function(inspect.getattr_static(cls, "forward")))
+
+
 def _is_submodule(module: nn.Module, chain: tuple[str, ...]) -> bool:
     for name in chain:
         module = getattr(module, name, None)

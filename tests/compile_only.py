@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("linear", "flash-attn", "norm")
+PACKAGES = ("linear", "flash-attn", "norm", "elementwise")
 # Compute capability -> KiB of shared memory that one block may use (CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability"), and the multiprocessors of one such GPU, which the plans look at.
 SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
@@ -320,7 +320,35 @@ def compile_norm(recorder: Recorder, tile: list[int] | None, exhaustive: bool) -
             total(columns, dtype)
 
 
-_COMPILE = {"linear": compile_linear, "flash-attn": compile_attention, "norm": compile_norm}
+def compile_elementwise(recorder: Recorder, tile: list[int] | None, exhaustive: bool) -> None:
+    if tile:
+        raise ValueError("--tile: expected linear or flash-attn, got elementwise, which has one tile for a head size")
+    (launch,) = load("elementwise", "_launch")
+    launch.device_of = lambda x: contextlib.nullcontext()
+
+    def rotary(dim: int, dtype: torch.dtype, heads: int = 32, kv_heads: int = 8) -> None:
+        query, key = (_meta(8, 5, count, dim, dtype=dtype).transpose(1, 2) for count in (heads, kv_heads))
+        cos = _meta(1, 5, dim, dtype=dtype)
+        recorder.compile(f"rotary {_name(dtype)} {dim}", lambda: launch.rotary(query, key, cos, cos))
+
+    def gated(columns: int, dtype: torch.dtype) -> None:
+        gate = _meta(8, columns, dtype=dtype)
+        recorder.compile(f"gated {_name(dtype)} {columns}", lambda: launch.gated(gate, gate, "silu"))
+
+    for dtype in (torch.bfloat16, torch.float32, *([torch.float16] if exhaustive else [])):
+        for dim in (64, 128, 256, 16, 72, 80) if exhaustive else (64, 128, 72):
+            rotary(dim, dtype)
+        rotary(64, dtype, heads=1, kv_heads=1)
+        gated(14336, dtype)
+        gated(1001, dtype)
+
+
+_COMPILE = {
+    "linear": compile_linear,
+    "flash-attn": compile_attention,
+    "norm": compile_norm,
+    "elementwise": compile_elementwise,
+}
 
 
 def compile_package(

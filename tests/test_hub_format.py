@@ -27,6 +27,7 @@ LATE_FILES = {
     "batch-invariant-linear": ("_cublaslt.py", "_launch.py", "_verdicts.py", "selfcheck.py", "tiles.py"),
     "batch-invariant-flash-attn": ("_blocks.py", "_hopper_kernel.py", "_verdicts.py", "selfcheck.py", "tiles.py"),
     "batch-invariant-norm": ("_launch.py",),
+    "batch-invariant-elementwise": ("_gated_kernel.py", "_launch.py", "_rotary_kernel.py"),
 }
 
 spec = importlib.util.spec_from_file_location("hub_kernels_build", ROOT / "hub_kernels" / "build.py")
@@ -53,7 +54,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def local_kernels(built, monkeypatch):
-    """LOCAL_KERNELS: the Hub ids of the three packages name the builds."""
+    """LOCAL_KERNELS: the Hub ids of the packages name the builds."""
     entries = [f"{ORG}/{package}={built / package}" for package in PACKAGES.values()]
     monkeypatch.setenv("LOCAL_KERNELS", ":".join(entries))
 
@@ -81,6 +82,12 @@ def calls(name, module):
             "log_softmax": lambda: module.log_softmax(x, -1),
             "mean": lambda: module.mean(x, -1),
             "sum": lambda: module.sum(x, -1),
+        }
+    if name == "elementwise":
+        angles = randn(1, 5, 16), randn(1, 5, 16, seed=1)
+        return {
+            "rotary": lambda: torch.cat(module.rotary(query, query[:, :2], *angles), dim=1),
+            "gated": lambda: module.gated(x, randn(3, 32, seed=1)),
         }
     flash = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     return {
@@ -187,7 +194,7 @@ def layers_of(built, name):
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_kernelize_accepts_every_layer(name, built):
-    assert name == "flash-attn" or layers_of(built, name), "the package exports no layers"
+    assert name in ("flash-attn", "elementwise") or layers_of(built, name), "the package exports no layers"
     for layer_name, layer in layers_of(built, name).items():
         host_class = type("Host", (nn.Module,), {"forward": _same_parameters(layer.forward)})
         kernels.replace_kernel_forward_from_hub(host_class, layer_name)
@@ -492,4 +499,4 @@ def test_command_line_checks_all_packages_and_names_unknown_ones(capsys):
     assert capsys.readouterr().out.split("\n")[:-1] == [f"{p}: sources are fine" for p in sorted(PACKAGES.values())]
     with pytest.raises(SystemExit):
         builder.main(["batch-invariant-nothing"])
-    assert "known packages: batch-invariant-flash-attn" in capsys.readouterr().err
+    assert "known packages: batch-invariant-elementwise" in capsys.readouterr().err

@@ -73,6 +73,7 @@ def test_wheel_has_the_files_that_are_imported_late(wheel):
         "batch_invariant_linear": ("_cublaslt", "_launch", "_verdicts", "selfcheck", "tiles"),
         "batch_invariant_flash_attn": ("_blocks", "_hopper_kernel", "_launch", "_verdicts", "selfcheck", "tiles"),
         "batch_invariant_norm": ("_launch",),
+        "batch_invariant_elementwise": ("_gated_kernel", "_launch", "_rotary_kernel"),
     }
     assert set(late) == set(MODULES)
     expected = {f"hf_batchinv/_kernels/{module}/{name}.py" for module, names in late.items() for name in names}
@@ -162,7 +163,7 @@ def test_checkout_loads_its_own_sources():
         assert loaded.__name__ == f"hf_batchinv._kernels.{module}"
         assert Path(loaded.__file__).parent == sources(module)
         assert hub.load(name, "") is loaded
-    assert pickle.loads(pickle.dumps(loaded.attention)) is loaded.attention
+    assert pickle.loads(pickle.dumps(loaded.rotary)) is loaded.rotary
 
 
 def test_many_threads_get_one_module(monkeypatch):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import activation, conv1d, dropout, functional, layer_norm, linear, rms_norm
+from . import activation, conv1d, dropout, functional, gated_mlp, layer_norm, linear, rms_norm, rotary
 
 # name -> function(stock class, options) that returns the forward of the converted class
 FORWARDS = {
@@ -22,6 +22,8 @@ FORWARDS = {
     "activation": activation.make_forward,
     "dropout": dropout.make_forward,
     "functional": functional.make_forward,
+    "rotary": rotary.make_forward,
+    "gated_mlp": gated_mlp.make_forward,
 }
 
 

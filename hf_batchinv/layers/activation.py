@@ -5,6 +5,7 @@ tanh, erf, log1p and plain arithmetic, which have no such tail, computed in floa
 the stock forward, elementwise there.
 """
 
+import functools
 import math
 
 import torch
@@ -77,6 +78,13 @@ def formula_of(module: nn.Module) -> str | None:
     if kind is activations.GELUTanh and getattr(module.act, "func", None) is F.gelu:
         return "gelu_tanh"
     return None
+
+
+@functools.cache
+def is_silu(kind: type) -> bool:
+    """Whether modules of a class, stock or converted, compute silu."""
+    origin = getattr(kind, "batch_invariant_origin", None)
+    return _BY_TYPE.get(kind if origin is None else origin.stock_class) == "silu"
 
 
 def make_forward(stock: type, options: tuple):

@@ -1,0 +1,74 @@
+"""When an op may run without going through PyTorch's dispatcher.
+
+A Python custom op costs 20-50 microseconds per call, as much as a small product. Plain eager inference needs nothing
+that the dispatcher gives, so it calls the implementation itself; tracing, dispatch modes, functorch transforms,
+tensor subclasses and autograd get the registered op.
+"""
+
+import contextlib
+
+import torch
+from torch.nn import Parameter
+
+MOST_CALLS = 4096
+_PLAIN = (torch.Tensor, Parameter)
+
+
+def runs_directly(*tensors: torch.Tensor | None) -> bool:
+    """Whether these arguments belong to plain eager inference."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or tensor.is_meta or (grad and tensor.requires_grad):
+            return False
+    return True
+
+
+def kind_of(tensor: torch.Tensor | None) -> tuple | None:
+    """What a call depends on of a tensor, save for its address and its values."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def remember(calls: dict, key: tuple, call):
+    """Keep in `calls` what a call of an op comes to, and return it; a full memory starts anew."""
+    if len(calls) >= MOST_CALLS:
+        calls.clear()
+    calls[key] = call
+    return call
+
+
+def call_on(x: torch.Tensor, call, arguments: tuple):
+    """call(*arguments) with the device of x, a CUDA tensor, as the current one."""
+    if x.get_device() == torch.cuda.current_device():
+        return call(*arguments)
+    with device_of(x):
+        return call(*arguments)
+
+
+def device_of(x: torch.Tensor):
+    """Context in which the device of x is the current one; to enter it costs as much as a small launch, so only if it
+    is not that already.
+    """
+    if x.device.type == "cpu" or (x.device.type == "cuda" and x.device.index == torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.get_device_module(x.device).device(x.device)
+
+
+@contextlib.contextmanager
+def _undisturbed():
+    with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def plain_torch():
+    """Context in which the CPU path's torch calls mean what they say: autocast, function modes and autograd off."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch._C._len_torch_function_stack():
+        return _undisturbed()
+    return contextlib.nullcontext()
