@@ -74,7 +74,8 @@ def batch_invariant_attention(
     if isinstance(attention_mask, BatchInvariantMask) and not is_paged:
         _check_lengths(attention_mask, query, key)
         attention_mask = attention_mask.for_batch(key.shape[0])
-    query = query.expand(key.shape[0], -1, -1, -1)
+    if query.shape[0] != key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)
 
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if position_bias is not None or cu_seq_lens_q is None or cu_seq_lens_k is None or query.shape[0] != 1:
