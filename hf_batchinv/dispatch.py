@@ -197,7 +197,7 @@ def dispatch_by_source(module):
         return _attention(module, "functional" if findings else "rotary" if rotary.recognises(kind) else None)
     if findings:
         return becomes("functional")
-    if gated_mlp.recognises(module, source_scan.parsed_forward(kind)):
+    if gated_mlp.recognises(module):
         return becomes("gated_mlp", ("silu",))
     if not module._modules and module._parameters and not _is_known_elementwise(module):
         return refuse("has parameters and is none of the layers known here")

@@ -111,9 +111,12 @@ def held_reductions(module: nn.Module) -> list[str]:
     return found
 
 
-def parsed_forward(cls: type) -> ast.AST:
-    """Return the parsed source of the forward that a class has, decorators undone; for classes that `scan` can read."""
-    return _parse(_function(inspect.getattr_static(cls, "forward")))
+def parsed_forward(cls: type) -> ast.AST | None:
+    """Return the parsed source of a class's forward, decorators undone, or None if it is no function that has one."""
+    forward = _function(inspect.getattr_static(cls, "forward"))
+    if scan(cls).unreadable is not None or not isinstance(forward, types.FunctionType):
+        return None
+    return _parse(forward)
 
 
 def _is_submodule(module: nn.Module, chain: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ import functools
 from torch import nn
 
 from .. import hub
+from ..source_scan import parsed_forward
 from .activation import is_silu
 from .fused import runs_fused
 
@@ -16,15 +17,18 @@ _FORMULA = "self.down_proj(self.act_fn(self.gate_proj({x})) * self.up_proj({x}))
 _PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
-def recognises(module: nn.Module, forward: ast.AST) -> bool:
-    """Whether a module, the parsed forward of whose class is given, is such an MLP."""
+def recognises(module: nn.Module) -> bool:
+    """Whether a module is such an MLP."""
     parts = [module._modules.get(name) for name in _PARTS]
-    return None not in parts and is_silu(type(parts[-1])) and _is_formula(forward)
+    if None in parts or not is_silu(type(parts[-1])):
+        return False
+    return _is_formula(parsed_forward(type(module)))
 
 
-def _is_formula(tree: ast.AST) -> bool:
+def _is_formula(tree: ast.AST | None) -> bool:
     """One argument, and no statement but `return <formula>` or `name = <formula>; return name`."""
-    (function,) = tree.body
+    if tree is None or not isinstance(function := tree.body[0], ast.FunctionDef):
+        return False
     arguments, body = function.args, function.body
     if ast.get_docstring(function) is not None:
         body = body[1:]
