@@ -1,10 +1,12 @@
-"""Print the README's cost table, made from the committed result files of `hf-batchinv bench`.
+"""Print the README's cost tables, made from committed result files.
 
-python hub_kernels/cost_table.py         bfloat16, and linear in float32, beside what a stock model calls
-python hub_kernels/cost_table.py --all   every dtype and every peer
+python hub_kernels/cost_table.py            `hf-batchinv bench`: bfloat16, and linear in float32, beside stock
+python hub_kernels/cost_table.py --all      every dtype and every peer
+python hub_kernels/cost_table.py --models   `examples/throughput.py`: whole models
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hf_batchinv.bench.cases import OPS  # noqa: E402
 from hf_batchinv.bench.summary import NOSPLIT, lines  # noqa: E402
 
 MACHINE = ("device", "driver", "torch", "triton", "date")
+MODELS = HERE.parent / "examples" / "results"
 
 
 def load_results() -> tuple[dict, list[dict]]:
@@ -52,5 +55,32 @@ def cost_table(everything: bool = False) -> str:
     return "\n".join(text)
 
 
+def model_table() -> str:
+    """The table of whole models in Markdown: stock's time over ours, geometric mean and range, and the most memory."""
+    files = [json.loads(path.read_text()) for path in sorted(MODELS.glob("*.json"))]
+    files = [file for file in files if "profiles" in file]
+    (machine,) = {tuple(file["env"][name] for name in (*MACHINE, "transformers")) for file in files}
+    device, driver, torch, triton, date, transformers = machine
+    groups: dict[tuple, list[dict]] = {}
+    for file in files:
+        for row in file["rows"]:
+            assert row["bits_ok"], f"bits differ in {row}: no speed is stated"
+            cache = f", {row['cache']} cache" if row["op"] == "generate" else ""
+            groups.setdefault((row["model"], row["op"] + cache, file["dtype"]), []).append(row)
+    text = [
+        f"{device}, torch {torch}, Triton {triton}, transformers {transformers}, driver {driver}, {date}:",
+        "",
+        "| model | work | batch x tokens | speed, stock = 1 | worst ... best case | memory, stock = 1 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (model, work, dtype), rows in groups.items():
+        ratios = [row["ratio"] for row in rows]
+        memory = max(row["ours_peak_bytes"] / row["stock_peak_bytes"] for row in rows)
+        sizes = ", ".join(f"{row['batch']} x {row['prompt']}" for row in rows)
+        speed = f"{statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} ... {max(ratios):.2f}"
+        text.append(f"| {model}, {dtype} | {work} | {sizes} | {speed} | {memory:.2f} |")
+    return "\n".join(text)
+
+
 if __name__ == "__main__":
-    print(cost_table(everything=sys.argv[1:] == ["--all"]))
+    print(model_table() if sys.argv[1:] == ["--models"] else cost_table(everything=sys.argv[1:] == ["--all"]))

@@ -380,7 +380,11 @@ def test_a_global_is_replaced_under_decorators_and_closures():
     assert twin.__wrapped__.__wrapped__.__globals__["VALUE"] == 2
 
 
-@pytest.mark.parametrize("function", [Derived.hidden, Derived.without, len, functools.partial(Derived.read)], ids=["staticmethod", "no global", "builtin", "partial"])
+@pytest.mark.parametrize(
+    "function",
+    [Derived.hidden, Derived.without, len, functools.partial(Derived.read)],
+    ids=["staticmethod", "no global", "builtin", "partial"],
+)
 def test_what_cannot_be_rebuilt_is_left_alone(function):
     assert rotary.with_global(function, "VALUE", 2) is None
 

@@ -15,8 +15,9 @@ BLOCKS = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def test_cost_table_is_the_one_made_from_the_result_files():
-    command = [sys.executable, str(ROOT / "hub_kernels" / "cost_table.py")]
+@pytest.mark.parametrize("options", [[], ["--models"]], ids=["kernels", "models"])
+def test_cost_table_is_the_one_made_from_the_result_files(options):
+    command = [sys.executable, str(ROOT / "hub_kernels" / "cost_table.py"), *options]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert table in README
 
