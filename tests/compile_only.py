@@ -187,7 +187,7 @@ def _self_check_failed(selfcheck) -> Iterator[None]:
 def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool) -> None:
     launch, plan, selfcheck, tiles = load("linear", "_launch", "plan", "selfcheck", "tiles")
     major, minor = map(int, recorder.capability.split("."))
-    gpu = plan.Gpu(capability=(major, minor), multiprocessors=MULTIPROCESSORS[recorder.capability])
+    gpu = plan.Gpu((major, minor), MULTIPROCESSORS[recorder.capability], SHARED_KIB[recorder.capability])
     launch.gpu_of = lambda device: gpu
 
     def linear(rows: int, n: int, dtype: torch.dtype, k: int = 4096, bias: bool = False, tile=None) -> None:
@@ -216,7 +216,7 @@ def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool)
         for rows in (5000,) if twin else (1, 16, 64, 300, 5000):
             for n in (4096,) if twin else (512, 4096, 20000):
                 linear(rows, n, dtype)
-                if exhaustive or gpu.capability in tiles.TUNED:
+                if exhaustive or plan.table_of(gpu) is tiles.ROOMY:
                     linear(rows, n + 1, dtype)  # descriptors cannot describe the result's rows
                 if exhaustive:
                     linear(rows, n, dtype, k=1000)
@@ -239,7 +239,8 @@ def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool)
 def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bool) -> None:
     launch, plan, selfcheck = load("flash-attn", "_launch", "plan", "selfcheck")
     major, minor = map(int, recorder.capability.split("."))
-    gpu = plan.Gpu((major, minor), MULTIPROCESSORS[recorder.capability], hopper_kernel=launch.HOPPER_KERNEL)
+    shared_kib = SHARED_KIB[recorder.capability]
+    gpu = plan.Gpu((major, minor), MULTIPROCESSORS[recorder.capability], launch.HOPPER_KERNEL, shared_kib)
     launch.gpu_of = lambda device: gpu
     plain = dict(causal=True, scale=0.1, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     plain |= dict(mask=None, key_mask=None, origin=None, query_offset=None)

@@ -85,3 +85,15 @@ def test_where_tiles_do_not_agree_one_tile_serves_every_number_of_rows(
     for rows in (1, 2, 16, 64, 129):
         assert_same_bits(kernel.linear(x[:rows], weight), want[:rows], f"{rows} rows")
     assert set(used) == {plan.only_tile(x.shape[1], dtype)}
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kib", "table"),
+    [((10, 0), 227, "ROOMY"), ((12, 0), 99, "DEFAULT"), ((8, 0), 163, "DEFAULT"), ((0, 0), 99, "DEFAULT")],
+    ids=str,
+)
+def test_a_gpu_that_was_not_measured_gets_the_default_of_its_kind(module, capability, shared_kib, table):
+    plan, tiles = module("plan"), module("tiles")
+    assert capability not in tiles.TUNED
+    gpu = plan.Gpu(capability=capability, multiprocessors=100, shared_kib=shared_kib)
+    assert plan.table_of(gpu) is getattr(tiles, table)

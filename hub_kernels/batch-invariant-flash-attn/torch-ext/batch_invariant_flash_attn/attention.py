@@ -55,8 +55,7 @@ def attention(
     tensors = (query, key, value, sinks, mask, key_mask)
     direct = runs_directly(*tensors)
     if direct and query.is_cuda:
-        call = _recalled(*tensors, origin, query_offset, causal, scale, window, softcap)
-        return call_on(query, call, (*tensors, as_int32(origin), as_int32(query_offset))).transpose(1, 2)
+        return _on_gpu(*tensors, origin, query_offset, causal, scale, window, softcap).transpose(1, 2)
     scale, origin, query_offset = _check(*tensors, origin, query_offset, scale, window, softcap)
     settings = (bool(causal), scale, int(window[0]), int(window[1]), float(softcap))
     arguments = (*tensors[:3], *settings, *tensors[3:], origin, query_offset)
@@ -155,11 +154,11 @@ def attention_varlen(
     return _attention_varlen_op(*arguments)
 
 
-def _on_gpu(query: torch.Tensor, *arguments) -> torch.Tensor:
-    from ._launch import launch_attention  # imports triton
-
-    with device_of(query):
-        return launch_attention(query, *arguments)
+def _on_gpu(query, key, value, sinks, mask, key_mask, origin, query_offset, *settings) -> torch.Tensor:
+    """settings: causal, scale, window, softcap."""
+    tensors = (query, key, value, sinks, mask, key_mask, origin, query_offset)
+    call = _recalled(*tensors, *settings)
+    return call_on(query, call, (*tensors[:6], as_int32(origin), as_int32(query_offset)))
 
 
 def _on_cpu(*arguments) -> torch.Tensor:
@@ -197,8 +196,8 @@ def _attention_op(
     origin: torch.Tensor | None,
     query_offset: torch.Tensor | None,
 ) -> torch.Tensor:
-    settings = (causal, scale, window_left, window_right, softcap)
-    return _on_gpu(query, key, value, *settings, sinks, mask, key_mask, origin, query_offset)
+    settings = (causal, scale, (window_left, window_right), softcap)
+    return _on_gpu(query, key, value, sinks, mask, key_mask, origin, query_offset, *settings)
 
 
 @torch.library.register_kernel(add_op_namespace_prefix("attention"), "cpu")

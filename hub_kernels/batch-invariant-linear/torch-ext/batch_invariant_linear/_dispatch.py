@@ -10,7 +10,7 @@ import contextlib
 import torch
 from torch.nn import Parameter
 
-MOST_CALLS = 4096
+MOST_CALLS = 1024
 _PLAIN = (torch.Tensor, Parameter)
 
 
@@ -45,8 +45,8 @@ def remember(calls: dict, key: tuple, call):
 
 
 def call_on(x: torch.Tensor, call, arguments: tuple):
-    """call(*arguments) with the device of x, a CUDA tensor, as the current one."""
-    if x.get_device() == torch.cuda.current_device():
+    """call(*arguments) with the device of x as the current one."""
+    if x.is_cuda and x.get_device() == torch.cuda.current_device():
         return call(*arguments)
     with device_of(x):
         return call(*arguments)

@@ -24,6 +24,7 @@ def gpu_of(device: torch.device) -> plan.Gpu:
     return plan.Gpu(
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,  # order-free: it sizes a persistent grid of whole tiles
+        shared_kib=getattr(properties, "shared_memory_per_block_optin", 99 * 1024) // 1024,
     )
 
 

@@ -23,7 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     direct = runs_directly(x, weight, bias)
     if direct and x.is_cuda:
-        return call_on(x, _recalled(x, weight, bias), (x, weight, bias))
+        return _on_gpu(x, weight, bias)
     _check(x, weight, bias)
     return _on_cpu(x, weight, bias) if direct and x.device.type == "cpu" else _linear_op(x, weight, bias)
 
@@ -78,10 +78,7 @@ def _recalled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def _on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    from ._launch import linear_call  # imports triton
-
-    with device_of(x):
-        return linear_call(x, weight, bias)[0](x, weight, bias)
+    return call_on(x, _recalled(x, weight, bias), (x, weight, bias))
 
 
 def _on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -22,10 +22,13 @@ TRITON_FROM_K = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """capability: NVIDIA's compute capability, (0, 0) on other vendors' GPUs and under the interpreter."""
+    """capability: NVIDIA's compute capability, (0, 0) on other vendors' GPUs and under the interpreter. shared_kib: KiB
+    of shared memory that a block may use.
+    """
 
     capability: tuple[int, int]
     multiprocessors: int
+    shared_kib: int = 99
 
     @property
     def descriptors(self) -> bool:
@@ -47,7 +50,7 @@ def engine() -> str:
 
 def prefers_triton(*, rows: int, n: int, k: int, gpu: Gpu) -> bool:
     """Whether our tiles are at least as fast as cuBLASLt."""
-    largest = tiles.TUNED.get(gpu.capability, tiles.DEFAULT).many_tma[-1:]
+    largest = tiles.TUNED.get(gpu.capability, tiles.DEFAULT).many_tma[-1:]  # only where it was measured
     if rows < TRITON_FROM_ROWS or k < TRITON_FROM_K or not largest:
         return False
     programs = -(-rows // largest[0].m) * -(-n // largest[0].n)
@@ -59,6 +62,12 @@ def splits_apart(*, rows: int, programs: int, splits: int, gpu: Gpu) -> bool:
     through K takes long, and writing the splits' results down takes little (they are rows / 128 of the weight's bytes).
     """
     return splits > 1 and programs < gpu.multiprocessors * (8 if rows <= 16 else 1)
+
+
+def table_of(gpu: Gpu) -> tiles.Table:
+    """What was tuned for a GPU, or the default for one of its kind."""
+    roomy = gpu.descriptors and gpu.shared_kib >= tiles.ROOMY_KIB
+    return tiles.TUNED.get(gpu.capability, tiles.ROOMY if roomy else tiles.DEFAULT)
 
 
 def _float32_table(k: int) -> tuple:
@@ -82,7 +91,7 @@ def linear_tile(*, rows: int, n: int, k: int, dtype: torch.dtype, descriptors: b
     """
     if dtype == torch.float32:
         return _first_fit(_float32_table(k), rows, n)
-    table = tiles.TUNED.get(gpu.capability, tiles.DEFAULT)
+    table = table_of(gpu)
     few = (table.few, table.few_tma) if descriptors else (table.few,)
     tile = next((tile for entries in few if (tile := _first_fit(entries, rows, n))), None)
     if tile is not None:
@@ -96,7 +105,7 @@ def grouped_tile(*, rows: int, experts: int, n: int, k: int, dtype: torch.dtype,
     mean = -(-rows // experts)
     if dtype == torch.float32:
         return _first_fit(_float32_table(k), mean, n)
-    table = tiles.TUNED.get(gpu.capability, tiles.DEFAULT)
+    table = table_of(gpu)
     return _first_fit((descriptors and table.grouped_tma) or table.grouped, mean, n)
 
 
@@ -104,7 +113,7 @@ def all_tiles(k: int, dtype: torch.dtype, gpu: Gpu) -> list[Tile]:
     """Every tile that may serve weights (any, k) of a dtype on a GPU (for the test that they agree)."""
     if dtype == torch.float32:
         return [tile for *_, tile in _float32_table(k)]
-    table = tiles.TUNED.get(gpu.capability, tiles.DEFAULT)
+    table = table_of(gpu)
     listed = [
         tile for one in (tiles.DEFAULT, table) for *_, tile in one.few + one.few_tma + one.grouped + one.grouped_tma
     ]

@@ -40,7 +40,7 @@ class Table:
     grouped_tma: tuple = ()
 
 
-# Any GPU: small enough for 99 KB of shared memory a block (compute capability 8.6 and 8.9).
+# Any other GPU: small enough for 99 KB of shared memory a block (compute capability 8.6 and 8.9).
 DEFAULT = Table(
     few=(
         (16, 2048, Tile(16, 32, 128, warps=4, stages=3)),
@@ -53,44 +53,45 @@ DEFAULT = Table(
         (None, None, Tile(64, 64, 64, warps=4, stages=4)),
     ),
 )
-# By compute capability.
-TUNED = {
-    (9, 0): Table(  # measured on an H200
-        few=(
-            (4, 2048, Tile(16, 64, 128, warps=4, stages=4, swap=True)),
-            (4, 16384, Tile(16, 64, 256, warps=4, stages=3, swap=True)),
-            (4, None, Tile(16, 128, 128, warps=4, stages=4, swap=True)),
-            (16, 2048, Tile(16, 16, 256, warps=4, stages=4)),
-            (16, 4096, Tile(16, 32, 256, warps=4, stages=4)),
-            (16, None, Tile(16, 64, 128, warps=4, stages=4, swap=True)),
-            (32, 2048, Tile(32, 16, 256, warps=4, stages=4)),
-            (32, 4096, Tile(32, 32, 256, warps=4, stages=4)),
-            (32, None, Tile(32, 64, 128, warps=4, stages=4, swap=True)),
-            (64, 2048, Tile(64, 32, 128, warps=4, stages=5)),
-        ),
-        few_tma=(
-            (64, 4096, Tile(64, 32, 128, warps=4, stages=6, tma=True)),
-            (64, 8192, Tile(64, 64, 128, warps=4, stages=5, tma=True)),
-            (64, None, Tile(64, 128, 128, warps=4, stages=4, tma=True)),
-        ),
-        many_tma=(
-            Tile(64, 64, 128, warps=4, stages=4, tma=True),
-            Tile(128, 64, 128, warps=4, stages=4, tma=True),
-            Tile(128, 128, 64, warps=4, stages=4, tma=True),
-            Tile(128, 256, 64, warps=8, stages=3, tma=True),
-        ),
-        many=(Tile(64, 64, 64, warps=4, stages=4), Tile(128, 128, 64, warps=8, stages=3)),
-        grouped_tma=(
-            (4, None, Tile(16, 128, 128, warps=4, stages=4, swap=True)),
-            (64, None, Tile(64, 128, 64, warps=4, stages=4, tma=True)),
-            (None, None, Tile(128, 256, 64, warps=8, stages=3, tma=True)),
-        ),
-        grouped=(
-            (16, None, Tile(16, 128, 64, warps=4, stages=4, swap=True)),
-            (None, None, Tile(64, 64, 64, warps=4, stages=4)),
-        ),
+# GPUs with tensor descriptors and so much shared memory a block: measured on an H200.
+ROOMY_KIB = 227
+ROOMY = Table(
+    few=(
+        (4, 2048, Tile(16, 64, 128, warps=4, stages=4, swap=True)),
+        (4, 16384, Tile(16, 64, 256, warps=4, stages=3, swap=True)),
+        (4, None, Tile(16, 128, 128, warps=4, stages=4, swap=True)),
+        (16, 2048, Tile(16, 16, 256, warps=4, stages=4)),
+        (16, 4096, Tile(16, 32, 256, warps=4, stages=4)),
+        (16, None, Tile(16, 64, 128, warps=4, stages=4, swap=True)),
+        (32, 2048, Tile(32, 16, 256, warps=4, stages=4)),
+        (32, 4096, Tile(32, 32, 256, warps=4, stages=4)),
+        (32, None, Tile(32, 64, 128, warps=4, stages=4, swap=True)),
+        (64, 2048, Tile(64, 32, 128, warps=4, stages=5)),
     ),
-}
+    few_tma=(
+        (64, 4096, Tile(64, 32, 128, warps=4, stages=6, tma=True)),
+        (64, 8192, Tile(64, 64, 128, warps=4, stages=5, tma=True)),
+        (64, None, Tile(64, 128, 128, warps=4, stages=4, tma=True)),
+    ),
+    many_tma=(
+        Tile(64, 64, 128, warps=4, stages=4, tma=True),
+        Tile(128, 64, 128, warps=4, stages=4, tma=True),
+        Tile(128, 128, 64, warps=4, stages=4, tma=True),
+        Tile(128, 256, 64, warps=8, stages=3, tma=True),
+    ),
+    many=(Tile(64, 64, 64, warps=4, stages=4), Tile(128, 128, 64, warps=8, stages=3)),
+    grouped_tma=(
+        (4, None, Tile(16, 128, 128, warps=4, stages=4, swap=True)),
+        (64, None, Tile(64, 128, 64, warps=4, stages=4, tma=True)),
+        (None, None, Tile(128, 256, 64, warps=8, stages=3, tma=True)),
+    ),
+    grouped=(
+        (16, None, Tile(16, 128, 64, warps=4, stages=4, swap=True)),
+        (None, None, Tile(64, 64, 64, warps=4, stages=4)),
+    ),
+)
+# By compute capability, where one of these two is not the best.
+TUNED = {(9, 0): ROOMY}
 # float32, any GPU; `k` is the contract's chunk.
 FLOAT32 = (
     (16, None, Tile(16, 64, 32, warps=4, stages=4, swap=True)),
