@@ -434,7 +434,7 @@ class WithAScale(Gated):
         (WithAScale(), None),
         (Borrowed(), None),
     ],
-    ids=["silu", "gelu", "up first", "more", "a scale"],
+    ids=["silu", "gelu", "up first", "more", "a scale", "borrowed"],
 )
 def test_gated_mlps_are_recognised_by_their_source(module, layer):
     assert gated_mlp.recognises(module) is (layer is not None)
