@@ -166,7 +166,7 @@ SPAN = Span(1, ROWS, Place(2, 5, WIDTH))
         ((ROWS, 2, WIDTH, 4), lambda x: x[1, :, 2:].transpose(0, 1)),
         ((ROWS * 2, WIDTH, 4), lambda x: x.view(ROWS, 2, WIDTH, 4)[1, :, 2:].transpose(0, 1)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, tuple) else "",
 )
 def test_the_tokens_of_a_sequence_are_found_by_the_sizes(shape, moved):
     x = torch.randn(shape)
