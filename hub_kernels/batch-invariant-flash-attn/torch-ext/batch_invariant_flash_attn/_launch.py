@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import contract, plan, selfcheck
 from ._attention_kernel import attention_kernel, combine_kernel
+from ._checks import as_int32
 from ._key_mask_kernel import key_mask_kernel
 from ._relaunch import Launch
 from .key_mask import HEADER, is_prepared, prepared
@@ -403,19 +404,27 @@ def _prepared(key_mask: torch.Tensor | None, origin: torch.Tensor | None) -> tor
 
 def launch_key_mask(key_mask: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
     """key_mask (B, KV) bool, origin (B,) integers or None -> what `key_mask.prepared` makes of them."""
+    return key_mask_call(key_mask, origin)(key_mask, origin)
+
+
+def key_mask_call(key_mask: torch.Tensor, origin: torch.Tensor | None) -> Callable:
+    """The function of (key_mask, origin) that `launch_key_mask` comes to, for all tensors of these kinds."""
     rows, kv_len = key_mask.shape
     if 0 in key_mask.shape:
-        return prepared(key_mask, origin)
-    out = key_mask.new_empty((rows, HEADER + kv_len), dtype=torch.int32)
-    key_mask_kernel[(rows,)](
-        key_mask,
-        None if origin is None else origin.to(torch.int32).contiguous(),
-        out,
-        kv_len,
-        *key_mask.stride(),
+        return prepared
+    launch = Launch(
+        key_mask_kernel,
+        (rows,),
+        (kv_len, *key_mask.stride()),
         ORIGIN=origin is not None,
         HEADER=HEADER,
         BLOCK=1024,
         num_warps=4,
     )
-    return out
+
+    def call(key_mask, origin):
+        out = key_mask.new_empty((rows, HEADER + kv_len), dtype=torch.int32)
+        launch(key_mask, as_int32(origin), out)
+        return out
+
+    return call

@@ -6,7 +6,7 @@ as one without padding, and only rows with holes read their keys one by one.
 
 import torch
 
-from ._dispatch import call_on, runs_directly
+from ._dispatch import call_on, kind_of, remember, runs_directly
 
 # Columns in front of the keys: index behind the last key, and whether a key before it is missing.
 HEADER = 2
@@ -22,9 +22,17 @@ def prepare_key_mask(key_mask: torch.Tensor, origin: torch.Tensor | None = None)
         return key_mask
     if not (runs_directly(key_mask, origin) and key_mask.is_cuda):
         return prepared(key_mask, origin)
-    from ._launch import launch_key_mask  # imports triton
+    kinds = (kind_of(key_mask), kind_of(origin))
+    call = _gpu_calls.get(kinds)
+    if call is None:
+        from ._launch import key_mask_call  # imports triton
 
-    return call_on(key_mask, launch_key_mask, (key_mask, origin))
+        call = remember(_gpu_calls, kinds, key_mask_call(key_mask, origin))
+    return call_on(key_mask, call, (key_mask, origin))
+
+
+# What calls on a GPU come to, by all that they depend on but addresses and values.
+_gpu_calls: dict = {}
 
 
 def prepared(key_mask: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
