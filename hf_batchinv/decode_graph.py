@@ -11,11 +11,12 @@ a step that looks different is run eagerly.
 
 import os
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -24,6 +25,7 @@ from .mask import BatchInvariantMask
 
 # More kinds of steps than a call of `generate` has: before and after its sliding windows are full.
 MOST_RECORDINGS = 4
+_COLLECTING = "transformers.utils.output_capturing"
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 
 Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
@@ -37,10 +39,15 @@ def enabled(model: nn.Module) -> bool:
     setting = os.environ.get("HF_BATCHINV_CUDA_GRAPHS", "1")
     if setting not in ("0", "1"):
         raise ValueError(f"HF_BATCHINV_CUDA_GRAPHS: expected 0 or 1, got {setting!r}; unset it for 1")
-    hooked = any(
-        module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module) for module in model.modules()
-    )
-    return setting == "1" and not hooked
+    return setting == "1" and not _has_any_global_hook() and not any(map(_is_watched, model.modules()))
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a hook wants to see every call of a module. Those that Transformers leaves behind once hidden states were
+    asked for collect what the model returns: a recording has that.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return "_hf_hook" in vars(module) or any(getattr(hook, "__module__", "") != _COLLECTING for hook in hooks)
 
 
 def capture_cuda_graph(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -48,7 +55,7 @@ def capture_cuda_graph(step: Callable[[], Any]) -> tuple[Callable[[], None], Any
     tensors every replay fills anew.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # what other threads do is their own affair
         result = step()
     return graph.replay, result
 
@@ -63,17 +70,18 @@ class _Recording(NamedTuple):
 class DecodeGraph:
     """Called in place of `model`, with keyword arguments, during one call of `generate`.
 
-    The first step of a kind is eager, which compiles and checks what is new; the second one is recorded.
+    The first step of a kind is eager, which compiles and checks what is new; the second one is recorded. Without
+    `capture`, steps are recorded as CUDA graphs, and on devices that have none they are eager.
     """
 
-    def __init__(self, model: nn.Module, capture: Capture = capture_cuda_graph):
+    def __init__(self, model: nn.Module, capture: Capture | None = None):
         self.model = model
         self.recordings: dict[tuple, _Recording] = {}
-        self._capture = capture
+        self._capture = capture or (capture_cuda_graph if model.device.type == "cuda" else None)
         self._seen: set[tuple] = set()
 
     def __call__(self, **inputs: Any) -> Any:
-        found = _flatten(inputs)
+        found = None if self._capture is None else _flatten(inputs)
         if found is None:
             return self.model(**inputs)
         kind, tensors, cache = found
@@ -92,7 +100,7 @@ class DecodeGraph:
         fixed = {name: _rebuild(value, remaining) for name, value in inputs.items()}
         before = _counts(cache)
         try:
-            with _recordable(cache):
+            with _recordable(cache), _current(self.model.device):
                 replay, outputs = self._capture(lambda: self.model(**fixed))
         except RuntimeError as error:
             raise RuntimeError(
@@ -110,6 +118,11 @@ class DecodeGraph:
             for layer, name, step in recording.counts:
                 setattr(layer, name, getattr(layer, name) + step)
         return _copied(recording.outputs)
+
+
+def _current(device: torch.device):
+    """Context in which a CUDA device is the current one, so that it is its launches that are recorded."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _flatten(inputs: dict) -> tuple[tuple, list[torch.Tensor], StaticCache] | None:
@@ -151,6 +164,8 @@ def _add(name: str, value: Any, kind: list, tensors: list[torch.Tensor]) -> bool
 
 
 def _add_cache(name: str, cache: StaticCache, kind: list) -> bool:
+    if getattr(cache, "offloading", False):  # its layers move between devices within a step
+        return False
     for layer in cache.layers:
         if type(layer) not in (StaticLayer, StaticSlidingWindowLayer) or not layer.is_initialized:
             return False

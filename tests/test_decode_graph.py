@@ -4,7 +4,9 @@ Without a GPU a step is recorded as the list of its aten operations, which bakes
 numbers, addresses, and the branches that were taken.
 """
 
+import contextlib
 import inspect
+import types
 
 import pytest
 import torch
@@ -170,3 +172,103 @@ def test_a_step_that_cannot_be_recorded_says_so_in_one_sentence():
         "a decoding step of LlamaForCausalLM could not be recorded as a CUDA graph (operation not permitted when "
         "stream is capturing); pass disable_compile=True to generate"
     )
+
+
+# --- where and how a step is recorded ---
+
+
+class OnAnotherGpu(torch.nn.Module):
+    """A model that says it is on cuda:1, and runs here."""
+
+    device = torch.device("cuda", 1)
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, **inputs):
+        return self.inner(**inputs)
+
+
+@pytest.fixture
+def fake_capture(monkeypatch):
+    """What torch.cuda.graph was entered with: the current device, and its keywords."""
+    current, found = [0], []
+
+    @contextlib.contextmanager
+    def device(which):
+        current.append(torch.device(which).index if not isinstance(which, int) else which)
+        yield
+        current.pop()
+
+    @contextlib.contextmanager
+    def graph(graph, **keywords):
+        found.append((current[-1], keywords))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    return found
+
+
+def record(model):
+    inner = getattr(model, "inner", model)
+    ids, _ = sequences(inner, 5)
+    cache = StaticCache(config=inner.config, max_cache_len=16)
+    graph = DecodeGraph(model)
+    with torch.no_grad():
+        inner(input_ids=ids, **{CACHE: cache})
+        for _ in range(2):
+            graph(input_ids=ids[:, :1], **{CACHE: cache})
+
+
+def test_a_step_is_recorded_on_the_model_s_device(fake_capture):
+    """Else the launches go to cuda:1 while cuda:0 records: an empty graph, and every later step repeats old logits."""
+    record(OnAnotherGpu(hf_batchinv.convert(make("llama"))))
+    assert [device for device, _ in fake_capture] == [1]
+
+
+def test_recording_does_not_forbid_other_threads_their_allocations(fake_capture):
+    """The default mode, "global", makes cudaMalloc of any other thread fail, and the recording with it."""
+    record(OnAnotherGpu(hf_batchinv.convert(make("llama"))))
+    assert [keywords.get("capture_error_mode") for _, keywords in fake_capture] == ["thread_local"]
+
+
+def test_a_device_without_cuda_graphs_decodes_eagerly():
+    """An XPU gets here with nothing but a static cache; a CPU with this compile_config."""
+    model = hf_batchinv.convert(make("llama"))
+    ids, mask = sequences(model, 5)
+    want, _ = generate(model, ids, mask)
+    got, _ = generate(model, ids, mask, cache_implementation="static", compile_config=compile_everywhere())
+    assert torch.equal(got, want)
+
+
+def test_an_offloaded_static_cache_is_not_recorded():
+    """Its layers go to the CPU and come back within a step, on another stream: that cannot be captured."""
+    model = hf_batchinv.convert(make("llama"))
+    ids, _ = sequences(model, 5)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(input_ids=ids, **{CACHE: cache})
+    cache.offloading = True
+    assert decode_graph._flatten({"input_ids": ids[:, :1], CACHE: cache}) is None
+
+
+def test_a_global_forward_hook_sees_every_step():
+    model = hf_batchinv.convert(make("llama"))
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert not decode_graph.enabled(model)
+    finally:
+        handle.remove()
+
+
+def test_asking_for_hidden_states_once_does_not_end_recording():
+    """Transformers leaves the hooks that collect outputs on the modules; they do nothing unless asked again."""
+    model = hf_batchinv.convert(make("llama"))
+    assert decode_graph.enabled(model)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    assert decode_graph.enabled(model)

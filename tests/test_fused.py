@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -447,6 +448,60 @@ def test_a_module_without_the_parts_is_not_one():
     module = InOneLine()
     module.act_fn = None
     assert dispatch.verdict_of(module).layer is None
+
+
+# --- what somebody else does to a converted model ---
+
+
+def test_an_activation_that_is_a_plain_function_still_works():
+    """Also on the CPU: the converted forward reads `_modules["act_fn"]` before anything else."""
+    model = hf_batchinv.convert(make("llama"))
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 3, 64)
+    with torch.no_grad():
+        want = mlp.down_proj(torch.relu(mlp.gate_proj(x)) * mlp.up_proj(x))
+        del mlp.act_fn
+        mlp.act_fn = torch.relu
+        assert torch.equal(mlp(x), want)
+
+
+def test_a_global_forward_hook_sees_the_activation(monkeypatch):
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    model, seen = hf_batchinv.convert(make("llama")), set()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(module))
+    try:
+        with torch.no_grad():
+            model(torch.tensor([[5, 6, 7]]))
+    finally:
+        handle.remove()
+    assert model.model.layers[0].mlp.gate_proj in seen
+    assert model.model.layers[0].mlp.act_fn in seen
+
+
+def test_globals_that_are_patched_later_reach_a_converted_attention(monkeypatch):
+    """The twin has a copy of the file's globals from when its class was made."""
+    from transformers.models.llama import modeling_llama
+
+    stock, converted, asked = make("llama", attn_implementation="sdpa"), hf_batchinv.convert(make("llama")), []
+
+    class Watched:
+        def get_interface(self, name, default):
+            asked.append(name)
+            return real.get_interface(name, default)
+
+    real = modeling_llama.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Watched())
+    with torch.no_grad():
+        stock(torch.tensor([[5, 6, 7]]))
+        assert asked == ["sdpa"] * 2
+        converted(torch.tensor([[5, 6, 7]]))
+    assert asked[2:] == ["batch_invariant"] * 2
+
+
+def test_forward_mode_gradients_do_not_take_the_fused_launch(monkeypatch):
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.randn(3, 32), torch.ones(3, 32))
+        assert not fused.runs_fused(x)
 
 
 # --- on a GPU ---

@@ -7,6 +7,7 @@ import ast
 import functools
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .. import hub
 from ..source_scan import parsed_forward
@@ -54,7 +55,7 @@ def make_forward(stock: type, options: tuple):
 
     def forward(self, *args, **kwargs):
         """x (..., D) -> (..., D)"""
-        act_fn = self._modules["act_fn"]
+        act_fn = self._modules.get("act_fn")
         plain = len(args) == 1 and not kwargs and runs_fused(*args)  # first, since it is False while torch compiles
         if not plain or stock.forward is not original or not _is_plain_silu(act_fn):
             return stock.forward(self, *args, **kwargs)
@@ -66,7 +67,9 @@ def make_forward(stock: type, options: tuple):
     return forward
 
 
-def _is_plain_silu(module: nn.Module) -> bool:
+def _is_plain_silu(module: nn.Module | None) -> bool:
     """Whether nobody put another activation in, or wants to see this one called."""
+    if module is None or _has_any_global_hook():
+        return False
     watched = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return not watched and is_silu(type(module))

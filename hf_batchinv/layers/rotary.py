@@ -58,6 +58,12 @@ def with_global(function: object, name: str, value: object) -> types.FunctionTyp
     return twin
 
 
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names that a function reads from outside, those of functions inside of it included."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
 def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
@@ -115,11 +121,15 @@ def make_forward(stock: type, options: tuple):
         return function(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     twin = with_global(original, NAME, apply_rotary_pos_emb)
+    twin_variables = inspect.unwrap(twin).__globals__
+    others = [name for name in names_in(inspect.unwrap(original).__code__) if name in variables and name != NAME]
 
     def forward(self, *args, **kwargs):
         """What the stock forward takes and returns."""
         if stock.forward is not original or torch.compiler.is_compiling():
             return stock.forward(self, *args, **kwargs)
+        for name in others:  # somebody may have patched the file
+            twin_variables[name] = variables[name]
         return twin(self, *args, **kwargs)
 
     return forward

@@ -8,6 +8,7 @@ tensor subclasses and autograd get the registered op.
 import contextlib
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 MOST_CALLS = 1024
@@ -15,9 +16,20 @@ _PLAIN = (torch.Tensor, Parameter)
 
 
 def runs_directly(*tensors: torch.Tensor | None) -> bool:
-    """Whether these arguments belong to plain eager inference."""
+    """Whether these arguments belong to plain eager inference.
+
+    Raises RuntimeError for a tensor with a tangent (forward-mode differentiation), which PyTorch would drop in silence.
+    """
+    if forward_ad._current_level >= 0:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise RuntimeError(
+                    "batch-invariant ops have no forward-mode derivative, got a tensor with a tangent; differentiate "
+                    "the stock layer"
+                )
     if (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):
@@ -32,8 +44,10 @@ def runs_directly(*tensors: torch.Tensor | None) -> bool:
 
 
 def kind_of(tensor: torch.Tensor | None) -> tuple | None:
-    """What a call depends on of a tensor, save for its address and its values."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    """What a call depends on of a tensor: not its values, and of its address only whether it is aligned."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
 
 
 def remember(calls: dict, key: tuple, call):

@@ -93,17 +93,17 @@ _gpu_calls: dict = {}
 def _recalled(query, key, value, sinks, mask, key_mask, origin, query_offset, causal, scale, window, softcap):
     """The function of the first eight arguments that serves calls like this; a new one is checked."""
     tensors = (query, key, value, sinks, mask, key_mask, origin, query_offset)
-    addresses = key.data_ptr() | value.data_ptr()
-    settings = (causal, scale, tuple(window), softcap)
-    call_key = (*map(kind_of, tensors), *settings, addresses % 16 == 0)
+    # As plain numbers: a tensor would be one key whatever it holds.
+    causal, scale, softcap = bool(causal), None if scale is None else float(scale), float(softcap)
+    window = int(window[0]), int(window[1])
+    call_key = (*map(kind_of, tensors), causal, scale, window, softcap)
     call = _gpu_calls.get(call_key)
     if call is None:
         from ._launch import attention_call  # imports triton
 
         scale, _, _ = _check(*tensors, scale, window, softcap)
-        window = int(window[0]), int(window[1])
         with device_of(query):
-            call = attention_call(*tensors, bool(causal), scale, *window, float(softcap))
+            call = attention_call(*tensors, causal, scale, *window, softcap)
         remember(_gpu_calls, call_key, call)
     return call
 

@@ -97,8 +97,19 @@ class Product:
         algorithm: "_Algorithm | None" = None,
     ):
         self._handle = _handle()
+        self._owned: list[tuple[str, ctypes.c_void_p]] = []
+        give_back = weakref.finalize(self, _destroy, self._owned)
+        give_back.atexit = False
+        try:
+            self._configure(rows, n, k, dtype, stride_x, stride_w, bias, algorithm)
+        except Refused:
+            give_back()
+            raise
+
+    def _configure(self, rows, n, k, dtype, stride_x, stride_w, bias, algorithm) -> None:
         self._operation = ctypes.c_void_p()
         _call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_32F, _R_32F)
+        self._owned.append(("cublasLtMatmulDescDestroy", self._operation))
         _set("MatmulDesc", self._operation, _DESC_TRANSA, ctypes.c_int32(_OP_T))
         if bias:
             _set("MatmulDesc", self._operation, _DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
@@ -115,13 +126,12 @@ class Product:
         self._one_at, self._zero_at = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self._algorithm_at = ctypes.addressof(self.algorithm)
         self._matmul = _library().cublasLtMatmul
-        weakref.finalize(self, _destroy, (self._a, self._b, self._d), self._operation).atexit = False
 
-    @staticmethod
-    def _layout(dtype, rows, columns, stride) -> ctypes.c_void_p:
+    def _layout(self, dtype, rows, columns, stride) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
         sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride)
         _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _TYPES[dtype], *sizes)
+        self._owned.append(("cublasLtMatrixLayoutDestroy", layout))
         return layout
 
     def _choose(self, rows, n, k, dtype, stride_x) -> _Algorithm:
@@ -140,9 +150,6 @@ class Product:
             _call("cublasLtMatmulAlgoGetHeuristic", _handle(), *layouts, preference, 4, results, ctypes.byref(found))
         finally:
             _call("cublasLtMatmulPreferenceDestroy", preference)
-            if d is not self._d:
-                _call("cublasLtMatrixLayoutDestroy", b)
-                _call("cublasLtMatrixLayoutDestroy", d)
         for result in results[: found.value]:
             algorithm = _Algorithm.from_buffer_copy(result.algorithm)
             unsplit = _configuration(algorithm, _CONFIG_SPLITK_NUM) <= 1
@@ -190,11 +197,10 @@ class Product:
             raise Refused(f"cublasLtMatmul gave status {status}")
 
 
-def _destroy(layouts: tuple[ctypes.c_void_p, ...], operation: ctypes.c_void_p) -> None:
+def _destroy(owned: list[tuple[str, ctypes.c_void_p]]) -> None:
     """Give the library's descriptions back."""
-    for layout in layouts:
-        _call("cublasLtMatrixLayoutDestroy", layout)
-    _call("cublasLtMatmulDescDestroy", operation)
+    for name, description in owned:
+        _call(name, description)
 
 
 def _configuration(algorithm: _Algorithm, attribute: int) -> int:
@@ -208,24 +214,27 @@ def _configuration(algorithm: _Algorithm, attribute: int) -> int:
 
 
 class _Thread(threading.local):
-    """Each thread has handles and products of its own: a product's bias pointer is state."""
+    """Each thread has products of its own: a product's bias pointer is state."""
 
     def __init__(self):
-        self.handles: dict[int, ctypes.c_void_p] = {}
         self.products: dict[tuple, Product | None] = {}
 
 
 _thread = _Thread()
-_MOST_PRODUCTS = 4096
+_MOST_PRODUCTS = 1024
+# By device, for all threads: a product sets nothing in it, and `_library` keeps the GIL while it works.
+_handles: dict[int, ctypes.c_void_p] = {}
+_lock = threading.Lock()
 
 
 def _handle() -> ctypes.c_void_p:
     device = torch.cuda.current_device()
-    if device not in _thread.handles:
-        handle = ctypes.c_void_p()
-        _call("cublasLtCreate", ctypes.byref(handle))
-        _thread.handles[device] = handle
-    return _thread.handles[device]
+    with _lock:
+        if device not in _handles:
+            handle = ctypes.c_void_p()
+            _call("cublasLtCreate", ctypes.byref(handle))
+            _handles[device] = handle
+        return _handles[device]
 
 
 def _aligned(tensor: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ def layer_norm(
     x, weight and bias are float32, float16 or bfloat16; bias has the weight's dtype. No gradient: backward raises.
     Raises TypeError for other dtypes, ValueError for shapes or devices that do not fit together.
     """
+    eps = float(eps)  # a tensor would be one key whatever it holds
     direct = runs_directly(x, weight, bias)
     if not direct or not x.is_cuda:
         arguments = _checked(x, normalized_shape, weight, bias, eps, cast_before_weight)
@@ -74,7 +75,7 @@ def _checked(x, normalized_shape, weight, bias, eps, cast_before_weight):
             out = out if tensor is None else torch.promote_types(out, tensor.dtype)
         product = out
     xhat = x.dtype if cast_before_weight else torch.float32
-    return x, weight, bias, float(eps), math.prod(shape), xhat, product, out
+    return x, weight, bias, eps, math.prod(shape), xhat, product, out
 
 
 @torch.library.custom_op(add_op_namespace_prefix("layer_norm"), mutates_args=(), device_types=("cuda", "xpu"))

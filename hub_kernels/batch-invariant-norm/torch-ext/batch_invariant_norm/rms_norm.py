@@ -44,6 +44,7 @@ def rms_norm(
     x and weight are float32, float16 or bfloat16, in any combination. No gradient: backward raises.
     Raises TypeError for other dtypes, ValueError for shapes, devices or options that do not fit together.
     """
+    weight_offset = float(weight_offset)
     options = (cast_before_weight, weight_offset, cast_to_weight_dtype, offset_in_weight_dtype, round_factor)
     return _rms_norm("rms_norm", x, None, weight, eps, (*options, group_size, False, "silu"))
 
@@ -84,6 +85,7 @@ def rms_norm_gated(
         check_float("rms_norm_gated", "gate", gate)
         check_float("rms_norm_gated", "x", x)
         check_shape("rms_norm_gated", "gate", gate, tuple(x.shape))
+    weight_offset = float(weight_offset)
     options = (cast_before_weight, weight_offset, False, False, False, group_size, gate_before, activation)
     return _rms_norm("rms_norm_gated", x, gate, weight, eps, options)
 
@@ -94,6 +96,7 @@ _gpu_calls: dict = {}
 
 def _rms_norm(op, x, gate, weight, eps, options):
     """options: those of `_checked`, in its order."""
+    eps = float(eps)  # a tensor would be one key whatever it holds
     direct = runs_directly(x, gate, weight)
     if direct and x.is_cuda:
         key = (op, kind_of(x), kind_of(gate), kind_of(weight), eps, options)
@@ -148,7 +151,7 @@ def _checked(
         round_factor=round_factor,
         gate_last=gate is not None and not gate_before,
     )
-    arguments = (x, gate, weight, float(eps), group_size, float(weight_offset), gate_before)
+    arguments = (x, gate, weight, eps, group_size, weight_offset, gate_before)
     return arguments, "silu" if activation == "swish" else activation, rounding
 
 
