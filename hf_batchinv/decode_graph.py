@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from .conversion import LENIENT
 from .errors import first_line
 from .mask import BatchInvariantMask
 
@@ -32,14 +33,16 @@ Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
 
 def enabled(model: nn.Module) -> bool:
-    """Whether steps of a model may be recorded: unless `HF_BATCHINV_CUDA_GRAPHS=0`, or a hook wants to see them.
+    """Whether steps of a model may be recorded: unless `HF_BATCHINV_CUDA_GRAPHS=0`, or a hook wants to see them, or it
+    was converted with strict=False, when stock parts might ask the host for something.
 
     Raises ValueError for a setting that is neither 0 nor 1.
     """
     setting = os.environ.get("HF_BATCHINV_CUDA_GRAPHS", "1")
     if setting not in ("0", "1"):
         raise ValueError(f"HF_BATCHINV_CUDA_GRAPHS: expected 0 or 1, got {setting!r}; unset it for 1")
-    return setting == "1" and not _has_any_global_hook() and not any(map(_is_watched, model.modules()))
+    unseen = not _has_any_global_hook() and not any(map(_is_watched, model.modules()))
+    return setting == "1" and unseen and LENIENT not in vars(model)
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -137,6 +140,8 @@ def _flatten(inputs: dict) -> tuple[tuple, list[torch.Tensor], StaticCache] | No
     if len(caches) != 1 or not isinstance(ids, torch.Tensor) or ids.shape[1:] != (1,):
         return None
     if not all(_add(name, value, kind, tensors) for name, value in inputs.items()):
+        return None
+    if any(tensor.device != ids.device for tensor in tensors):  # what the host reads would be baked in
         return None
     return tuple(kind), tensors, caches[0]
 

@@ -256,6 +256,25 @@ def test_an_offloaded_static_cache_is_not_recorded():
     assert decode_graph._flatten({"input_ids": ids[:, :1], CACHE: cache}) is None
 
 
+def test_a_model_with_stock_parts_is_not_recorded():
+    model = make("llama")
+    model.model.layers[0].mlp.act_fn = torch.nn.RReLU()
+    with pytest.warns(UserWarning, match="only partly batch invariant"):
+        hf_batchinv.convert(model, strict=False)
+    assert not decode_graph.enabled(model)
+
+
+def test_a_step_with_a_tensor_elsewhere_is_not_recorded():
+    model = hf_batchinv.convert(make("llama"))
+    ids, _ = sequences(model, 5)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(input_ids=ids, **{CACHE: cache})
+    found = {"input_ids": ids[:, :1], CACHE: cache}
+    assert decode_graph._flatten(found | {"logits_to_keep": torch.tensor([0], device="meta")}) is None
+    assert decode_graph._flatten(found | {"logits_to_keep": torch.tensor([0])}) is not None
+
+
 def test_a_global_forward_hook_sees_every_step():
     model = hf_batchinv.convert(make("llama"))
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)

@@ -112,6 +112,26 @@ def test_a_scale_in_a_tensor_is_read_at_every_call(hopper):
     assert torch.equal(after, want)
 
 
+@pytest.mark.parametrize("shape", ["strided", "expanded"])
+def test_any_strides_of_a_bias(hopper, shape):
+    """The kernels read bias and sinks as if they were contiguous: other values, and memory behind the tensor."""
+    linear = part("linear", "linear")
+    x, weight = torch.randn(5, 32), torch.randn(16, 32)
+    bias = torch.randn(32)[::2] if shape == "strided" else torch.randn(1).expand(16)
+    got = linear._recalled(x, weight, bias)(x, weight, bias)
+    torch.testing.assert_close(got, x @ weight.t() + bias, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["strided", "expanded"])
+def test_any_strides_of_sinks(hopper, shape):
+    attention, query = part("flash-attn", "attention"), torch.randn(1, 4, 6, 32)
+    sinks = torch.randn(8)[::2] if shape == "strided" else torch.randn(1).expand(4)
+    arguments = (query, query, query, sinks, None, None, None, None)
+    got = attention._recalled(*arguments, True, None, (-1, -1), 0.0)(*arguments).transpose(1, 2)
+    want = attention.attention(query, query, query, causal=True, sinks=sinks)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
 class FakeLibrary:
     """cuBLASLt that counts what is created and destroyed, and offers no algorithm."""
 

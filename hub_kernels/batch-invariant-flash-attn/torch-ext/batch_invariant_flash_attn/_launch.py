@@ -303,7 +303,7 @@ def _prepare(
 
         def call_hopper(query, key, value, out, sinks, mask, key_mask, origin, query_offset, cu_query, cu_key):
             query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
-            key_mask = _prepared(key_mask, origin)
+            key_mask, sinks = _prepared(key_mask, origin), _dense(sinks)
             rest = (sinks, origin, query_offset, cu_query, cu_key, key_mask)
             launch(query, key_of(key), value_of(value), out, *rest)
             if key_mask is not None:
@@ -374,7 +374,7 @@ def _prepare(
         )
 
     def call(query, key, value, out, sinks, mask, key_mask, origin, query_offset, cu_query, cu_key):
-        query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
+        query, key, value, sinks = _dense_last(query), _dense_last(key), _dense_last(value), _dense(sinks)
         part_out = part_state = None
         if split:
             part_out = query.new_empty((*parts, value_dim), dtype=torch.float32)
@@ -385,6 +385,10 @@ def _prepare(
             combine(part_out, part_state, sinks, out, cu_query)
 
     return call
+
+
+def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _no_descriptor(tensor: torch.Tensor) -> None:

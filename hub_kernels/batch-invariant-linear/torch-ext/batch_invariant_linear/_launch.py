@@ -103,6 +103,8 @@ def linear_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     copies = flat.data_ptr() != x.data_ptr()  # else only the address counts, and x will do
     if flat.shape[0] == 0:
         return lambda x, weight, bias: x.new_empty(shape), True
+    spread = bias is not None and not bias.is_contiguous()
+    bias = bias.contiguous() if spread else bias
     product = _candidate(flat, weight, bias)
     if product is not None and selfcheck.admits(product, flat, weight, bias):
         launch = product
@@ -111,7 +113,7 @@ def linear_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     def call(x, weight, bias):
         y = x.new_empty(shape)
-        launch(x.reshape(-1, k) if copies else x, weight, bias, y)
+        launch(x.reshape(-1, k) if copies else x, weight, bias.contiguous() if spread else bias, y)
         return y
 
     return call, product is None or product.admitted is not None
@@ -133,6 +135,7 @@ def launch_linear(
         return linear_call(x, weight, bias)[0](x, weight, bias)
     y = x.new_empty((x.shape[0], weight.shape[0]))
     if x.shape[0] > 0:
+        bias = None if bias is None else bias.contiguous()
         _triton_linear(x, weight, bias, tile, apart)(x, weight, bias, y)
     return y
 
