@@ -239,8 +239,7 @@ def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool)
 def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bool) -> None:
     launch, plan, selfcheck = load("flash-attn", "_launch", "plan", "selfcheck")
     major, minor = map(int, recorder.capability.split("."))
-    shared_kib = SHARED_KIB[recorder.capability]
-    gpu = plan.Gpu((major, minor), MULTIPROCESSORS[recorder.capability], launch.HOPPER_KERNEL, shared_kib)
+    gpu = plan.Gpu((major, minor), MULTIPROCESSORS[recorder.capability], hopper_kernel=launch.HOPPER_KERNEL)
     launch.gpu_of = lambda device: gpu
     plain = dict(causal=True, scale=0.1, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     plain |= dict(mask=None, key_mask=None, origin=None, query_offset=None)

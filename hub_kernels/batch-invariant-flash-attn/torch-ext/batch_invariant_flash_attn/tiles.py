@@ -16,21 +16,19 @@ class Tile:
     hopper: bool = False
 
 
-# By the widest head up to (elements): (most rows, tile).
-# GPUs with tensor descriptors and so much shared memory a block: measured on an H200.
-ROOMY_KIB = 227
-ROOMY = {
-    32: ((None, Tile(64, warps=4, stages=2)),),
-    64: ((16, Tile(16, warps=2, stages=3)), (None, Tile(64, warps=4, stages=2))),
-    128: ((16, Tile(16, warps=4, stages=3)), (None, Tile(64, warps=4, stages=2))),
-    256: (
-        (16, Tile(16, warps=4, stages=3)),
-        (64, Tile(64, warps=4, stages=2)),
-        (None, Tile(128, warps=8, stages=2)),
-    ),
+# By compute capability, then by the widest head up to (elements): (most rows, tile).
+TUNED = {
+    (9, 0): {  # measured on an H200
+        32: ((None, Tile(64, warps=4, stages=2)),),
+        64: ((16, Tile(16, warps=2, stages=3)), (None, Tile(64, warps=4, stages=2))),
+        128: ((16, Tile(16, warps=4, stages=3)), (None, Tile(64, warps=4, stages=2))),
+        256: (
+            (16, Tile(16, warps=4, stages=3)),
+            (64, Tile(64, warps=4, stages=2)),
+            (None, Tile(128, warps=8, stages=2)),
+        ),
+    },
 }
-# By compute capability, where one of the two defaults is not the best.
-TUNED = {(9, 0): ROOMY}
 # Many rows, none of them masked but by position and window: the Hopper kernel, by the widest head.
 HOPPER = {64: Tile(128, warps=4, stages=2, hopper=True), 128: Tile(128, warps=4, stages=2, hopper=True)}
 # Any other GPU: small enough for 99 KB of shared memory a block (compute capability 8.6 and 8.9).

@@ -113,8 +113,8 @@ def combine_kernel(
     for first in range(0, splits, AHEAD):
         for i in tl.static_range(AHEAD):
             # A split behind the last one is zero, which changes nothing.
-            there = inside & (first + i < splits)
-            split = tl.load(parts_ptr + tl.cast(first + i, tl.int64) * outputs + at, mask=there, other=0.0)
+            there = tl.where(first + i < splits, outputs, 0)
+            split = tl.load(parts_ptr + tl.cast(first + i, tl.int64) * outputs + at, mask=at < there, other=0.0)
             acc, lost = add_split(acc, lost, split)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + at % N, mask=inside, other=0.0).to(tl.float32)
