@@ -75,7 +75,7 @@ def test_a_cublaslt_product_is_not_recalled_for_an_odd_weight(hopper, monkeypatc
     monkeypatch.setattr(lt, "Product", Product)
     monkeypatch.setattr(lt, "_library", lambda: object())
     monkeypatch.setattr(lt._thread, "products", {})
-    monkeypatch.setattr(launch, "_candidate", lambda *operands: lt.product(*operands))
+    monkeypatch.setattr(launch, "_second_engine", lambda *operands: (lt.product(*operands), True))
     first = odd(3, 64, 2).transpose(1, 2)[:, :, :64], aligned(64, 64), None
     second = aligned(3, 64, 2).transpose(1, 2)[:, :, :64], odd(64, 64), None
     for operands in (first, second):

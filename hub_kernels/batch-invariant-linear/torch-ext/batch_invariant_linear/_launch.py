@@ -75,20 +75,28 @@ def serves(tile: plan.Tile, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return not tile.tma or _describable(x, weight)
 
 
-def _candidate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _cublaslt.Product | None:
-    """cuBLASLt's product, if `selfcheck.admits` it, where it was never slower than our tiles by much; else None."""
+def _second_engine(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[_cublaslt.Product | None, bool]:
+    """cuBLASLt's product where it may serve, else None. Where it may, it was never slower than our tiles by much.
+
+    And whether that is so for good: not where a capture put the self-check off.
+    """
     if x.device.type != "cuda" or x.dtype == torch.float32 or plan.engine() != "auto":
-        return None
+        return None, True
     if plan.prefers_triton(rows=x.shape[0], n=weight.shape[0], k=x.shape[1], gpu=gpu_of(x.device)):
-        return None
-    return _cublaslt.product(x, weight, bias)
+        return None, True
+    product = _cublaslt.product(x, weight, bias)
+    if product is None:
+        return None, True
+    admitted = selfcheck.admits(product, x, weight, bias)
+    return (product if admitted else None), product.admitted is not None
 
 
 def engine_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
     """Which engine serves this call, "cublaslt" or "triton"."""
     x = x.reshape(-1, x.shape[-1])
-    product = None if x.shape[0] == 0 else _candidate(x, weight, bias)
-    return "cublaslt" if product is not None and selfcheck.admits(product, x, weight, bias) else "triton"
+    return "triton" if x.shape[0] == 0 or _second_engine(x, weight, bias)[0] is None else "cublaslt"
 
 
 def linear_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Callable, bool]:
@@ -105,18 +113,15 @@ def linear_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return lambda x, weight, bias: x.new_empty(shape), True
     spread = bias is not None and not bias.is_contiguous()
     bias = bias.contiguous() if spread else bias
-    product = _candidate(flat, weight, bias)
-    if product is not None and selfcheck.admits(product, flat, weight, bias):
-        launch = product
-    else:
-        launch = _triton_linear(flat, weight, bias)
+    product, lasting = _second_engine(flat, weight, bias)
+    launch = product or _triton_linear(flat, weight, bias)
 
     def call(x, weight, bias):
         y = x.new_empty(shape)
         launch(x.reshape(-1, k) if copies else x, weight, bias.contiguous() if spread else bias, y)
         return y
 
-    return call, product is None or product.admitted is not None
+    return call, lasting
 
 
 def launch_linear(
@@ -131,7 +136,7 @@ def launch_linear(
     `tile` overrides the plan (tests, tuning) and keeps to Triton; so does `apart`, whether programs take single splits
     of K.
     """
-    if tile is None:
+    if tile is None and apart is None:
         return linear_call(x, weight, bias)[0](x, weight, bias)
     y = x.new_empty((x.shape[0], weight.shape[0]))
     if x.shape[0] > 0:
@@ -192,7 +197,7 @@ def _pointer_launch(
     """The function of (x, weight, bias, y) for x (B, M, K) and weight (B, N, K) like these."""
     (batch, rows, k), n = x.shape, weight.shape[1]
     programs = batch * triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n)
-    splits = triton.cdiv(k, order.k_split) if order.k_split not in (None, order.k_chunk) else 1
+    splits = order.splits(k)
     if apart is None:
         apart = plan.splits_apart(rows=rows, programs=programs, splits=splits, gpu=gpu_of(x.device))
     apart = apart and splits > 1

@@ -34,6 +34,10 @@ class LinearContract:
     k_split: int | None = None
     parts: int = 1
 
+    def splits(self, k: int) -> int:
+        """How many splits of several chunks K is cut into: that many programs may share it."""
+        return 1 if self.k_split in (None, self.k_chunk) else -(-k // self.k_split)
+
 
 def linear_contract(*, n: int, k: int, dtype: torch.dtype) -> LinearContract:
     """The contract of a weight (n, k).
