@@ -141,6 +141,33 @@ def _weight(lanes, layout: gl.constexpr):
 
 
 @gluon.jit
+def _at_once(x):
+    """x, computed before what follows in the program.
+
+    ptxas would otherwise wait for the values' product first and begin the softmax afterwards, since nothing in it needs
+    that product: the two would no longer overlap. A store that depends on x and is never done keeps the order; no
+    number in x has these bits.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred never;
+            .reg .b32 bits;
+            mov.b32 bits, $1;
+            setp.eq.b32 never, bits, 0xffc0dead;
+            @never st.shared.b32 [bits], bits;
+            mov.b32 $0, bits;
+        }
+        """,
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _steps(
     q,
     buffers,
@@ -194,7 +221,7 @@ def _steps(
         lanes_split = lanes
         m, weights, alpha = softmax_step(gl.where(due, float("-inf"), m), score, unit)
         lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, lanes.type.layout))
-        lanes = add_weights(gl.where(due, 0.0, lanes), lane_alpha, weights)
+        lanes = _at_once(add_weights(gl.where(due, 0.0, lanes), lane_alpha, weights))
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))
         acc, _ = warpgroup_mma_wait(0, deps=(acc_token, p))
         mbarrier.arrive(v_free.index(before), count=1)
