@@ -46,7 +46,7 @@ def _head_class(head_dim: int, value_head_dim: int) -> int:
 
 
 def _hopper_tile(head_dim: int, value_head_dim: int, gpu: Gpu) -> Tile | None:
-    if not gpu.hopper_kernel or gpu.capability != (9, 0) or {head_dim, value_head_dim} - {64, 128}:
+    if not gpu.hopper_kernel or gpu.capability != (9, 0) or {head_dim, value_head_dim} - {64, 128, 256}:
         return None
     return tiles.HOPPER[_head_class(head_dim, value_head_dim)]
 

@@ -30,7 +30,7 @@ TUNED = {
     },
 }
 # Many rows, none of them masked but by position and window: the Hopper kernel, by the widest head.
-HOPPER = {64: Tile(128, warps=4, stages=2, hopper=True), 128: Tile(128, warps=4, stages=2, hopper=True)}
+HOPPER = {width: Tile(128, warps=4, stages=2, hopper=True) for width in (64, 128, 256)}
 # Any other GPU: small enough for 99 KB of shared memory a block (compute capability 8.6 and 8.9).
 DEFAULT = {
     32: ((None, Tile(64, warps=4, stages=2)),),
