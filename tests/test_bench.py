@@ -216,7 +216,8 @@ def test_an_op_without_a_case_is_named(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_quick_run_on_a_gpu(tmp_path):
-    line = [sys.executable, "-m", "hf_batchinv", "bench", "--quick", "--json", "--out", str(tmp_path)]
+    line = [sys.executable, "-m", "hf_batchinv", "bench", "--quick", "--dtype", "bfloat16", "--json"]
+    line += ["--out", str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)

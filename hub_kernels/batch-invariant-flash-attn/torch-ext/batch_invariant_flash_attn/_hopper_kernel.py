@@ -461,6 +461,8 @@ def hopper_attention_kernel(
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], value_desc.layout)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, HEAD_DIM], dtype)
     q_buffers = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_DIM], q_layout)
+    # All of them are in use until the last tile: the memory of a barrier that is not is given to other data, and a GPU
+    # that stops this kernel for another process was seen to change it there.
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
