@@ -13,7 +13,7 @@ def flash_plan(module):
 
     def find(dim, dtype):
         flash = module("_cpu_flash")
-        plan = flash.plan_for(flash._filled_dim(dim, dtype), dtype)
+        plan = flash.plan_for(flash.filled_dim(dim, dtype), dtype)
         if plan is None:
             pytest.skip(MACHINE_HAS_NONE)
         return plan
@@ -182,3 +182,33 @@ def test_a_length_that_fails_is_not_used(module, flash_plan, monkeypatch):
     plan = plans._make_plan(64, torch.float32)
     assert plan.length(3) == 8 and plan.length(33) == 64 and plan.length(300) == 256 and not plan.causal
     assert plan.padded(1) == 64 and plan.padded(200) == 256 and plan.padded(513) == 576 and plan.padded(1024) == 1024
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_more_widths_serve_few_queries_where_they_hold(module, flash_plan, dtype):
+    flash_plan(64, dtype)
+    plan = module("_cpu_flash_plan")._make_plan(64, dtype)
+    for length in (8, 32):
+        for keys in (1, 17, 200, 256, 512, 700, 1000, 1024):
+            count = plan.padded(keys, length)
+            assert keys <= count <= plan.padded(keys) and count % 16 == 0
+    assert plan.padded(200, 64) == plan.padded(200)
+
+
+def test_a_width_that_fails_is_not_used(module, flash_plan, monkeypatch):
+    flash_plan(64, torch.float32)
+    plans = module("_cpu_flash_plan")
+
+    def by_width(query, keys, out, mask):
+        if keys.shape[2] % 512 == 208:
+            out *= 1.5
+
+    def by_hidden_keys_of_a_narrow_call(query, keys, out, mask):
+        if keys.shape[2] == 208 and mask is not None:
+            out *= 1.5
+
+    for spoil in (by_width, by_hidden_keys_of_a_narrow_call):
+        monkeypatch.setattr(plans, "flash", spoiled(flash := plans.flash, spoil))
+        plan = plans._make_plan(64, torch.float32)
+        assert plan.padded(200, 8) == 256 and plan.padded(512 + 200, 8) == 512 + 256
+        monkeypatch.setattr(plans, "flash", flash)

@@ -38,20 +38,26 @@ Edges = tuple[tuple[int, int, int], ...]  # per row: where query 0 stands, first
 
 def plan_of(call: Call) -> Plan | None:
     """The plan to run a call by, or None if it is for the block engine. Nothing but the model decides."""
-    dim = call.query.shape[-1]
-    if call.softcap or call.sinks is not None or call.value.shape[-1] != dim or not _cpu_products.allows("flash"):
+    if call.softcap or call.sinks is not None:
         return None
-    return plan_for(_filled_dim(dim, call.query.dtype), call.query.dtype)
+    return plan_of_heads(call.query.shape[-1], call.value.shape[-1], call.query.dtype)
 
 
-def _filled_dim(dim: int, dtype: torch.dtype) -> int:
+def plan_of_heads(head_dim: int, value_head_dim: int, dtype: torch.dtype) -> Plan | None:
+    """`plan_of` a call without softcap and sinks."""
+    if value_head_dim != head_dim or not _cpu_products.allows("flash"):
+        return None
+    return plan_for(filled_dim(head_dim, dtype), dtype)
+
+
+def filled_dim(dim: int, dtype: torch.dtype) -> int:
     return dim + -dim % _BFLOAT16_DIM_MULTIPLE if dtype == torch.bfloat16 else dim
 
 
 def run(call: Call, plan: Plan) -> torch.Tensor:
     """The attention of a call: (B, Q, Hq, D), new and contiguous."""
     dim = call.query.shape[-1]
-    if missing := _filled_dim(dim, call.query.dtype) - dim:
+    if missing := filled_dim(dim, call.query.dtype) - dim:
         query, key, value = (F.pad(tensor, (0, missing)) for tensor in (call.query, call.key, call.value))
         return run(replace(call, query=query, key=key, value=value), plan)[..., :dim].contiguous()
     if call.key_mask is not None and max(call.ends) > 0:
@@ -72,9 +78,10 @@ def _decode(call: Call, plan: Plan) -> torch.Tensor:
     """What `_run` does, for the most frequent call, in few steps: one query a row, which sees all keys."""
     batch, heads, _, dim = call.query.shape
     group = call.group
-    length, count = plan.length(group), plan.padded(max(call.ends))
+    length = plan.length(group)
     if length < group:
         return _run(call, plan)
+    count = plan.padded(max(call.ends), length)
     keys, values = _lay_out(call, plan, 0, count)
     query = call.query.reshape(batch, -1, group, dim)
     if length > group:
@@ -84,7 +91,7 @@ def _decode(call: Call, plan: Plan) -> torch.Tensor:
     if mask is not None:
         mask = mask.expand(-1, -1, length, -1)
     out, _ = flash(query, keys, values, 0.0, False, attn_mask=mask, scale=call.scale)
-    return out[:, :, :group].reshape(batch, 1, heads, dim)
+    return out[:, :, :group].reshape(batch, 1, heads, dim).contiguous()
 
 
 def _run_without_early_queries(call: Call, plan: Plan, early: list[int]) -> torch.Tensor:

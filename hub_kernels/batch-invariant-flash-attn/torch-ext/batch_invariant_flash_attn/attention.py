@@ -12,7 +12,7 @@ from ._checks import (
     check_sinks,
     no_backward,
 )
-from ._dispatch import call_on, device_of, kind_of, remember, runs_directly
+from ._dispatch import call_on, device_of, is_plain_torch, kind_of, remember, runs_directly
 from ._ops import add_op_namespace_prefix
 
 
@@ -56,9 +56,19 @@ def attention(
     direct = runs_directly(*tensors)
     if direct and query.is_cuda:
         return _on_gpu(*tensors, origin, query_offset, causal, scale, window, softcap).transpose(1, 2)
-    scale, origin, query_offset = _check(*tensors, origin, query_offset, scale, window, softcap)
-    settings = (bool(causal), scale, int(window[0]), int(window[1]), float(softcap))
+    decode = None
+    if direct and query.is_cpu and query.dim() == 4 and query.shape[2] == 1 and is_plain_torch():
+        if window == (-1, -1) and not softcap and sinks is mask is key_mask is origin is query_offset is None:
+            from . import _cpu_decode as decode
+
+            call = decode.recalled(query, key, value, scale)
+            if call is not None:
+                return call(query, key, value)
+    checked_scale, origin, query_offset = _check(*tensors, origin, query_offset, scale, window, softcap)
+    settings = (bool(causal), checked_scale, int(window[0]), int(window[1]), float(softcap))
     arguments = (*tensors[:3], *settings, *tensors[3:], origin, query_offset)
+    if decode is not None:
+        decode.prepare(query, key, value, scale)
     out = _on_cpu(*arguments) if direct and query.device.type == "cpu" else _attention_op(*arguments)
     return out.transpose(1, 2)
 

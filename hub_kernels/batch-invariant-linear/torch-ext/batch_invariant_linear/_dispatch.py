@@ -81,8 +81,11 @@ def _undisturbed():
         yield
 
 
+def is_plain_torch() -> bool:
+    """Whether torch calls on a CPU mean what they say: autocast, function modes and autograd are off."""
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch._C._len_torch_function_stack())
+
+
 def plain_torch():
-    """Context in which the CPU path's torch calls mean what they say: autocast, function modes and autograd off."""
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch._C._len_torch_function_stack():
-        return _undisturbed()
-    return contextlib.nullcontext()
+    """Context in which the CPU path's torch calls mean what they say."""
+    return contextlib.nullcontext() if is_plain_torch() else _undisturbed()
