@@ -16,17 +16,23 @@ sys.path.insert(0, str(HERE.parent))
 from hf_batchinv.bench.cases import OPS  # noqa: E402
 from hf_batchinv.bench.summary import NOSPLIT, lines  # noqa: E402
 
-MACHINE = ("device", "driver", "torch", "triton", "date")
+MACHINE = ("device", "driver", "torch", "triton")
 MODELS = HERE.parent / "examples" / "results"
+
+
+def machine_of(results: list[dict], names: tuple[str, ...] = MACHINE) -> dict:
+    """The environment that all results share, with "days" on which they were measured."""
+    machines = [{name: result["env"][name] for name in names} for result in results]
+    assert all(machine == machines[0] for machine in machines), "all files must come from one kind of machine"
+    days = sorted({result["env"]["date"] for result in results})
+    return machines[0] | {"days": days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"}
 
 
 def load_results() -> tuple[dict, list[dict]]:
     """(machine, rows) of all result files of the kernel packages, rows in the order of the ops."""
     results = [json.loads(path.read_text()) for path in sorted(HERE.glob("*/benchmarks/results/*.json"))]
-    machines = [{name: result["env"][name] for name in MACHINE} for result in results]
-    assert all(machine == machines[0] for machine in machines), "all files must come from one machine and day"
     rows = [row for result in results for row in result["rows"]]
-    return machines[0], sorted(rows, key=lambda row: OPS.index(row["op"]))
+    return machine_of(results), sorted(rows, key=lambda row: OPS.index(row["op"]))
 
 
 def _shown(line) -> bool:
@@ -39,7 +45,7 @@ def cost_table(everything: bool = False) -> str:
     machine, rows = load_results()
     software = f"torch {machine['torch']}, Triton {machine['triton']}, driver {machine['driver']}"
     text = [
-        f"{machine['device']}, {'' if everything else 'bfloat16, '}{software}, {machine['date']}:",
+        f"{machine['device']}, {'' if everything else 'bfloat16, '}{software}, {machine['days']}:",
         "",
         "| op | stock | speed, stock = 1 | worst ... best case | cases | target |",
         "|---|---|---|---|---|---|",
@@ -59,8 +65,8 @@ def model_table() -> str:
     """The table of whole models in Markdown: stock's time over ours, geometric mean and range, and the most memory."""
     files = [json.loads(path.read_text()) for path in sorted(MODELS.glob("*.json"))]
     files = [file for file in files if "profiles" in file]
-    (machine,) = {tuple(file["env"][name] for name in (*MACHINE, "transformers")) for file in files}
-    device, driver, torch, triton, date, transformers = machine
+    machine = machine_of(files, (*MACHINE, "transformers"))
+    software = f"torch {machine['torch']}, Triton {machine['triton']}, transformers {machine['transformers']}"
     groups: dict[tuple, list[dict]] = {}
     for file in files:
         for row in file["rows"]:
@@ -68,7 +74,7 @@ def model_table() -> str:
             cache = f", {row['cache']} cache" if row["op"] == "generate" else ""
             groups.setdefault((row["model"], row["op"] + cache, file["dtype"]), []).append(row)
     text = [
-        f"{device}, torch {torch}, Triton {triton}, transformers {transformers}, driver {driver}, {date}:",
+        f"{machine['device']}, {software}, driver {machine['driver']}, {machine['days']}:",
         "",
         "| model | work | batch x tokens | speed, stock = 1 | worst ... best case | memory, stock = 1 |",
         "|---|---|---|---|---|---|",
@@ -76,7 +82,8 @@ def model_table() -> str:
     for (model, work, dtype), rows in groups.items():
         ratios = [row["ratio"] for row in rows]
         memory = max(row["ours_peak_bytes"] / row["stock_peak_bytes"] for row in rows)
-        sizes = ", ".join(f"{row['batch']} x {row['prompt']}" for row in rows)
+        by_size = sorted((row["prompt"], row["batch"]) for row in rows)
+        sizes = ", ".join(f"{batch} x {prompt}" for prompt, batch in by_size)
         speed = f"{statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} ... {max(ratios):.2f}"
         text.append(f"| {model}, {dtype} | {work} | {sizes} | {speed} | {memory:.2f} |")
     return "\n".join(text)

@@ -417,10 +417,11 @@ def test_cost_table_reads_old_and_new_files(monkeypatch, tmp_path, capsys):
     ):
         folder = tmp_path / package / "benchmarks" / "results"
         folder.mkdir(parents=True)
-        (folder / "h200.json").write_text(json.dumps({"env": ENV | {"copy_tb_s": len(rows)}, "rows": rows}))
+        env = ENV | {"copy_tb_s": len(rows)} | ({"date": "2026-12-02"} if package == "norm" else {})
+        (folder / "h200.json").write_text(json.dumps({"env": env, "rows": rows}))
     monkeypatch.setitem(table["load_results"].__globals__, "HERE", tmp_path)
     assert table["cost_table"]().splitlines() == [
-        "fake GPU, bfloat16, torch 2.9, Triton 3.6, driver 1.2, 2026-11-30:",
+        "fake GPU, bfloat16, torch 2.9, Triton 3.6, driver 1.2, 2026-11-30 to 2026-12-02:",
         "",
         "| op | stock | speed, stock = 1 | worst ... best case | cases | target |",
         "|---|---|---|---|---|---|",
