@@ -239,7 +239,12 @@ def compile_linear(recorder: Recorder, tile: list[int] | None, exhaustive: bool)
 def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bool) -> None:
     launch, plan, selfcheck = load("flash-attn", "_launch", "plan", "selfcheck")
     major, minor = map(int, recorder.capability.split("."))
-    gpu = plan.Gpu((major, minor), MULTIPROCESSORS[recorder.capability], hopper_kernel=launch.HOPPER_KERNEL)
+    gpu = plan.Gpu(
+        (major, minor),
+        MULTIPROCESSORS[recorder.capability],
+        hopper_kernel=launch.HOPPER_KERNEL,
+        shared_kib=SHARED_KIB[recorder.capability],
+    )
     launch.gpu_of = lambda device: gpu
     plain = dict(causal=True, scale=0.1, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     plain |= dict(mask=None, key_mask=None, origin=None, query_offset=None)

@@ -74,3 +74,15 @@ def test_plan_serves_every_call_with_a_listed_tile(module, dtype, capability):
                         assert tile in plan.all_tiles(**shape, gpu=gpu)
                         assert not (tile.hopper and (split or not plain or capability != (9, 0)))
                         assert not split or splits > 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kib", "table"),
+    [((10, 0), 227, "ROOMY"), ((12, 0), 99, "DEFAULT"), ((8, 0), 163, "DEFAULT"), ((0, 0), 99, "DEFAULT")],
+    ids=str,
+)
+def test_a_gpu_that_was_not_measured_gets_the_default_of_its_kind(module, capability, shared_kib, table):
+    plan, tiles = module("plan"), module("tiles")
+    assert capability not in tiles.TUNED
+    gpu = plan.Gpu(capability=capability, multiprocessors=100, shared_kib=shared_kib)
+    assert plan.table_of(gpu) is getattr(tiles, table)

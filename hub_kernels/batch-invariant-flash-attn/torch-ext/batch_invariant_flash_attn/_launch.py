@@ -30,6 +30,7 @@ def gpu_of(device: torch.device) -> plan.Gpu:
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,  # order-free: whether splits run in one program or several
         hopper_kernel=HOPPER_KERNEL,
+        shared_kib=getattr(properties, "shared_memory_per_block_optin", 99 * 1024) // 1024,
     )
 
 

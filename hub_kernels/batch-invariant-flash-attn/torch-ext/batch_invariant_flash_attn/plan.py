@@ -24,12 +24,14 @@ PERSISTENT_BLOCKS = 32
 @dataclass(frozen=True)
 class Gpu:
     """capability: NVIDIA's compute capability, (0, 0) on other vendors' GPUs and under the interpreter. hopper_kernel:
-    the Triton release is one for which the Hopper kernel was tested.
+    the Triton release is one for which the Hopper kernel was tested. shared_kib: KiB of shared memory that a block may
+    use.
     """
 
     capability: tuple[int, int]
     multiprocessors: int
     hopper_kernel: bool = False
+    shared_kib: int = 99
 
     @property
     def descriptors(self) -> bool:
@@ -43,6 +45,12 @@ def _row_tile(table: tuple, rows: int) -> Tile:
 
 def _head_class(head_dim: int, value_head_dim: int) -> int:
     return next(widest for widest in (32, 64, 128, 256) if max(head_dim, value_head_dim) <= widest)
+
+
+def table_of(gpu: Gpu) -> dict:
+    """What was tuned for a GPU, or the default for one of its kind."""
+    roomy = gpu.descriptors and gpu.shared_kib >= tiles.ROOMY_KIB
+    return tiles.TUNED.get(gpu.capability, tiles.ROOMY if roomy else tiles.DEFAULT)
 
 
 def _hopper_tile(head_dim: int, value_head_dim: int, gpu: Gpu) -> Tile | None:
@@ -78,8 +86,7 @@ def attention_tile(
     if dtype == torch.float32:
         tile = only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)
     else:
-        table = tiles.TUNED.get(gpu.capability, tiles.DEFAULT)
-        tile = _row_tile(table[_head_class(head_dim, value_head_dim)], rows)
+        tile = _row_tile(table_of(gpu)[_head_class(head_dim, value_head_dim)], rows)
     row_tiles = -(-rows // tile.rows)
     workspace = heads * row_tiles * tile.rows * splits * split_bytes
     few = heads * row_tiles < SPLIT_BELOW_PROGRAMS_PER_SM * gpu.multiprocessors
@@ -106,7 +113,7 @@ def all_tiles(*, head_dim: int, value_head_dim: int, dtype: torch.dtype, gpu: Gp
     if dtype == torch.float32:
         return [only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)]
     widest = _head_class(head_dim, value_head_dim)
-    tables = (tiles.DEFAULT[widest], tiles.TUNED.get(gpu.capability, tiles.DEFAULT)[widest])
+    tables = (tiles.DEFAULT[widest], table_of(gpu)[widest])
     hopper = _hopper_tile(head_dim, value_head_dim, gpu)
     own = [tile for table in tables for _, tile in table]
     return list(dict.fromkeys(own + ([hopper] if hopper is not None else [])))

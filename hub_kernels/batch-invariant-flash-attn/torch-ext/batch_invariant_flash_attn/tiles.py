@@ -16,12 +16,25 @@ class Tile:
     hopper: bool = False
 
 
-# By compute capability, then by the widest head up to (elements): (most rows, tile).
+# A table goes by the widest head up to (elements): (most rows, tile), None for no limit.
+# Any other GPU: small enough for 99 KB of shared memory a block (compute capability 8.6 and 8.9).
+DEFAULT = {
+    32: ((None, Tile(64, warps=4, stages=2)),),
+    64: ((16, Tile(16, warps=4, stages=2)), (None, Tile(64, warps=4, stages=2))),
+    128: ((16, Tile(16, warps=4, stages=2)), (None, Tile(64, warps=4, stages=2))),
+    256: ((16, Tile(16, warps=4, stages=1)), (None, Tile(32, warps=4, stages=1))),
+}
+# GPUs with tensor descriptors and so much shared memory a block: measured on an H200.
+ROOMY_KIB = 227
+ROOMY = DEFAULT | {
+    64: ((16, Tile(16, warps=2, stages=3)), (None, Tile(64, warps=4, stages=2))),
+    128: ((16, Tile(16, warps=4, stages=3)), (None, Tile(64, warps=4, stages=2))),
+    256: ((16, Tile(16, warps=4, stages=3)), (None, Tile(32, warps=4, stages=1))),
+}
+# By compute capability. On 10.0 the larger tiles for heads of 256 do not fit the tensor memory.
 TUNED = {
-    (9, 0): {  # measured on an H200
-        32: ((None, Tile(64, warps=4, stages=2)),),
-        64: ((16, Tile(16, warps=2, stages=3)), (None, Tile(64, warps=4, stages=2))),
-        128: ((16, Tile(16, warps=4, stages=3)), (None, Tile(64, warps=4, stages=2))),
+    (9, 0): ROOMY
+    | {
         256: (
             (16, Tile(16, warps=4, stages=3)),
             (64, Tile(64, warps=4, stages=2)),
@@ -31,12 +44,5 @@ TUNED = {
 }
 # Many rows, none of them masked but by position and window: the Hopper kernel, by the widest head.
 HOPPER = {width: Tile(128, warps=4, stages=2, hopper=True) for width in (64, 128, 256)}
-# Any other GPU: small enough for 99 KB of shared memory a block (compute capability 8.6 and 8.9).
-DEFAULT = {
-    32: ((None, Tile(64, warps=4, stages=2)),),
-    64: ((16, Tile(16, warps=4, stages=2)), (None, Tile(64, warps=4, stages=2))),
-    128: ((16, Tile(16, warps=4, stages=2)), (None, Tile(64, warps=4, stages=2))),
-    256: ((16, Tile(16, warps=4, stages=1)), (None, Tile(32, warps=4, stages=1))),
-}
 # float32 uses no tensor core: the thread layout follows the tile, so a head size has one tile only.
 FLOAT32 = {widest: Tile(16 if widest == 256 else 32, warps=4, stages=1) for widest in (32, 64, 128, 256)}
