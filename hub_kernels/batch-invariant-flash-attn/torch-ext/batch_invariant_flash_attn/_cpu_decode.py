@@ -1,9 +1,9 @@
 """A decode step on the CPU whose rows see all of their keys: what a model asks for once a layer and token.
 
-At some hundred keys PyTorch's kernel takes 25 microseconds, and what Python does around it took three times that. So what
-such a call comes to is worked out once for its shapes and remembered, as calls on a GPU are, and operands that have to
-be filled up with zeros go to memory of this thread that is filled up already. The call of the kernel is the one that
-`_cpu_flash` makes.
+At some hundred keys PyTorch's kernel takes 25 microseconds, and what Python does around it took three times that. So
+what such a call comes to is worked out once for its shapes and remembered, as calls on a GPU are, and operands that
+have to be filled up with zeros go to memory of this thread that is filled up already. The call of the kernel is the
+one that `_cpu_flash` makes.
 """
 
 import threading
