@@ -140,8 +140,20 @@ def test_arguments_are_checked_before_anything_is_remembered(kernel, decode):
 
 
 @torch.no_grad()
-def test_memory_stays_bounded(kernel, decode):
+def test_memory_stays_bounded(kernel, decode, monkeypatch):
+    monkeypatch.setattr(decode, "_MOST_KEPT", 1 << 20)
     for kv_len in range(1, 400, 7):
         for _ in range(2):
             kernel.attention(*operands(kv_len), causal=True)
-    assert len(decode._local.kept) <= decode._MOST_KEPT
+        assert sum(memory.nbytes for memory in decode._local.kept.values()) <= 1 << 20
+
+
+@torch.no_grad()
+def test_options_count_by_their_values(kernel, decode, assert_same_bits):
+    call, scale = operands(200), torch.tensor(0.1)
+    for value in (0.1, 0.3):
+        scale.fill_(value)
+        want = anew(kernel, *call, scale=value)
+        for _ in range(2):
+            assert_same_bits(kernel.attention(*call, causal=True, scale=scale, window=[-1, -1], softcap=0), want)
+    assert len(decode._calls) == 2

@@ -17,8 +17,8 @@ from ._dispatch import kind_of, remember
 
 DecodeCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_MOST_BYTES = 64 << 20  # of filled-up keys: larger ones are not kept
-_MOST_KEPT = 8  # shapes of filled-up operands that a thread keeps
+_MOST_BYTES = 64 << 20  # of filled-up keys of a call: with more, the copy is what counts and nothing is remembered
+_MOST_KEPT = 256 << 20  # bytes of filled-up operands that a thread keeps
 
 _calls: dict = {}
 _local = threading.local()
@@ -39,8 +39,9 @@ def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 
 def _call_key(query, key, value, scale) -> tuple:
-    forced = _cpu_products.allows("flash")
-    return kind_of(query), kind_of(key), kind_of(value), scale, forced, *environment()
+    scale = None if scale is None else float(scale)  # a tensor would be one key whatever it holds
+    allowed = _cpu_products.allows("flash")
+    return kind_of(query), kind_of(key), kind_of(value), scale, allowed, *environment()
 
 
 def _decode_call(query, key, value, scale) -> DecodeCall | None:
@@ -57,7 +58,7 @@ def _decode_call(query, key, value, scale) -> DecodeCall | None:
     count = plan.padded(kv_len, length)
     if length < group or batch * kv_heads * count * dim * key.element_size() > _MOST_BYTES:
         return None
-    scale = dim**-0.5 if scale is None else scale
+    scale = dim**-0.5 if scale is None else float(scale)
     rows_shape, out_shape = (batch, kv_heads, group, dim), (batch, heads, 1, dim)
     mask = None
     if count > kv_len:
@@ -87,6 +88,7 @@ class _Memory:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
             self.rows = torch.zeros(batch, kv_heads, length, dim, dtype=dtype)
             self.keys, self.values = (torch.zeros(batch, kv_heads, count, dim, dtype=dtype) for _ in range(2))
+        self.nbytes = self.rows.nbytes + self.keys.nbytes + self.values.nbytes
         self.group = self.kv_len = 0
         self.used_rows = self.used_keys = self.used_values = None
 
@@ -114,7 +116,8 @@ def _memory(place: tuple) -> _Memory:
     kept = _local.__dict__.setdefault("kept", {})
     memory = kept.get(place)
     if memory is None:
-        if len(kept) >= _MOST_KEPT:
+        memory = _Memory(*place)
+        if memory.nbytes + sum(each.nbytes for each in kept.values()) > _MOST_KEPT:
             kept.clear()
-        memory = kept[place] = _Memory(*place)
+        kept[place] = memory
     return memory
