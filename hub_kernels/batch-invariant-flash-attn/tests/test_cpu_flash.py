@@ -212,3 +212,32 @@ def test_a_width_that_fails_is_not_used(module, flash_plan, monkeypatch):
         plan = plans._make_plan(64, torch.float32)
         assert plan.padded(200, 8) == 256 and plan.padded(512 + 200, 8) == 512 + 256
         monkeypatch.setattr(plans, "flash", flash)
+
+
+def in_every_layout(tensor):
+    """The values of a (B, H, L, D) tensor in memory of other orders, and in every second place of a row."""
+    yield "columns first", tensor.transpose(2, 3).contiguous().transpose(2, 3)
+    yield "heads last", tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    wide = tensor.new_zeros(*tensor.shape[:3], 2 * tensor.shape[3])
+    wide[..., ::2] = tensor
+    yield "every second", wide[..., ::2]
+    yield "rows first", tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("engine", "dtype"), [("flash", torch.float32), ("flash", torch.bfloat16), ("fused", torch.float32)], ids=str
+)
+def test_layouts_in_memory_do_not_matter(kernel, module, assert_same_bits, engine, dtype):
+    generator = torch.Generator().manual_seed(0)
+    with module("_cpu_products").force_engine(engine):
+        for q_len, kv_len in ((1, 64), (1, 200), (40, 61), (128, 128)):
+            states = [(8, q_len), (1, kv_len), (1, kv_len)]  # 8 queries a group: they need no filling up
+            operands = [torch.randn(2, *state, 64, generator=generator).to(dtype) for state in states]
+            want = kernel.attention(*operands, causal=True)
+            for place in range(3):
+                for name, other in in_every_layout(operands[place]):
+                    given = [*operands[:place], other, *operands[place + 1 :]]
+                    for options in ({}, {"origin": torch.tensor([0, 0])}, {"window": (10_000, -1)}):
+                        got = kernel.attention(*given, causal=True, **options)
+                        assert_same_bits(got, want, f"{q_len} of {kv_len}, operand {place}, {name}, {list(options)}")

@@ -90,7 +90,7 @@ def _decode(call: Call, plan: Plan) -> torch.Tensor:
     mask = _edge_mask(edges[:1] if len(set(edges)) == 1 else edges, None, None, 0, 1, 0, count)
     if mask is not None:
         mask = mask.expand(-1, -1, length, -1)
-    out, _ = flash(query, keys, values, 0.0, False, attn_mask=mask, scale=call.scale)
+    out = _flash(query, keys, values, False, mask, call.scale)
     return out[:, :, :group].reshape(batch, 1, heads, dim).contiguous()
 
 
@@ -296,14 +296,20 @@ def _call_flash(
     length = plan.length(rows)
     if length > rows:
         query = F.pad(query, (0, 0, 0, length - rows))
-    elif query.stride(-1) != 1 or not plan.views:
+    elif not plan.views:
         query = query.contiguous()
     if mask is not None:
         if mask.shape[2] > 1 and length > rows:
             mask = F.pad(mask, (0, 0, 0, length - rows))
         mask = mask.expand(-1, -1, length, -1)
-    out, _ = flash(query, keys, values, 0.0, causal, attn_mask=mask, scale=call.scale)
-    return out[:, :, :rows]
+    return _flash(query, keys, values, causal, mask, call.scale)[:, :, :rows]
+
+
+def _flash(query, keys, values, causal: bool, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """The kernel's output. It takes neighbours in a row for neighbours in memory, whatever the last stride says."""
+    operands = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
+    out, _ = flash(*operands, 0.0, causal, attn_mask=mask, scale=scale)
+    return out
 
 
 def _tile(call, plan, first, last, keys, values, mask, causal) -> torch.Tensor:
