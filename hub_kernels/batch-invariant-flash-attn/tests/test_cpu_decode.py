@@ -51,6 +51,25 @@ def test_a_remembered_call_has_the_bits_of_a_new_one(kernel, decode, assert_same
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape", [(32, 8, 80), (8, 8, 48), (8, 2, 32), (9, 3, 64), (4, 1, 128)], ids=str)
+def test_every_step_has_the_bits_of_the_prefill(kernel, decode, assert_same_bits, shape, dtype):
+    """Steps with any number of keys, also where a product's sum is cut in two from some length on."""
+    heads, kv_heads, dim = shape
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        query, key, value = (
+            torch.randn(1, count, 880, dim, generator=generator).to(dtype) for count in (heads, kv_heads, kv_heads)
+        )
+        want = kernel.attention(query, key, value, causal=True)
+        for kv_len in (*range(1, 600, 7), *range(257, 353, 3), *range(769, 865, 3)):
+            step = query[:, :, kv_len - 1 : kv_len], key[:, :, :kv_len], value[:, :, :kv_len]
+            for _ in range(2):
+                got = kernel.attention(*step, causal=True)
+                assert_same_bits(got, want[:, :, kv_len - 1 : kv_len], f"{kv_len} keys")
+
+
+@torch.no_grad()
 def test_it_is_a_remembered_call_that_serves(kernel, decode, monkeypatch, module):
     call = operands(200)
     kernel.attention(*call, causal=True)

@@ -189,15 +189,16 @@ def test_more_widths_serve_few_queries_where_they_hold(module, flash_plan, dtype
     flash_plan(64, dtype)
     plan = module("_cpu_flash_plan")._make_plan(64, dtype)
     for length in (8, 32):
-        for keys in (1, 17, 200, 256, 512, 700, 1000, 1024):
+        for keys in (1, 17, 200, 256, 300, 512, 700, 1000, 1024):
             count = plan.padded(keys, length)
             assert keys <= count <= plan.padded(keys) and count % 16 == 0
-    assert plan.padded(200, 64) == plan.padded(200)
+    assert plan.padded(200, 64) == plan.padded(200) and plan.padded(300, 8) == plan.padded(300)
 
 
-def test_a_width_that_fails_is_not_used(module, flash_plan, monkeypatch):
+def test_one_width_that_fails_is_the_end_of_them_all(module, flash_plan, monkeypatch):
     flash_plan(64, torch.float32)
     plans = module("_cpu_flash_plan")
+    stock = plans.flash
 
     def by_width(query, keys, out, mask):
         if keys.shape[2] % 512 == 208:
@@ -207,11 +208,14 @@ def test_a_width_that_fails_is_not_used(module, flash_plan, monkeypatch):
         if keys.shape[2] == 208 and mask is not None:
             out *= 1.5
 
-    for spoil in (by_width, by_hidden_keys_of_a_narrow_call):
-        monkeypatch.setattr(plans, "flash", spoiled(flash := plans.flash, spoil))
+    def by_nothing(query, keys, out, mask):
+        pass
+
+    for spoil, count in ((by_width, 128), (by_hidden_keys_of_a_narrow_call, 128), (by_nothing, 112)):
+        monkeypatch.setattr(plans, "flash", spoiled(stock, spoil))
         plan = plans._make_plan(64, torch.float32)
-        assert plan.padded(200, 8) == 256 and plan.padded(512 + 200, 8) == 512 + 256
-        monkeypatch.setattr(plans, "flash", flash)
+        assert plan.padded(100, 8) in (count, 128) and plan.padded(512 + 100, 8) in (512 + count, 512 + 128)
+        assert plan.fine == {8: plan.padded(100, 8) == 112}
 
 
 def in_every_layout(tensor):

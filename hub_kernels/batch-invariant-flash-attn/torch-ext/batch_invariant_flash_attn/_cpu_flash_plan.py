@@ -18,9 +18,12 @@ import torch
 
 STEP = 512  # keys that the kernel takes at a time
 _WIDTHS = (64, 128, 256, STEP)
-# Calls of few queries are tried at more widths, at the first that needs one: in decoding keys may have to be copied to
-# fill a width up. Odd numbers of keys never held: what is left of a vector goes through another exp.
+# Calls of few queries have more widths, at every 16 keys, since in decoding keys may have to be copied to fill one up.
+# Other numbers of keys never held: what is left of a vector goes through another exp. From 256 on GEMMs cut some sums
+# in two and not others, so that a trial in 16 bits can pass by chance. So these widths are used up to there, and only if
+# all of them hold, for a reason that they share.
 _FINE = 16
+_MOST_FINE = 256
 _FINE_LENGTHS = 32
 _KEYS = 2 * STEP
 _ROWS = 16
@@ -57,7 +60,7 @@ class Plan:
     base: int
     expected: dict[int, list[Bits]] = field(default_factory=dict)  # keys in sight -> per data set, bits of each row
     lengths: dict[int, bool] = field(default_factory=dict)
-    fine: dict[tuple[int, int], bool] = field(default_factory=dict)  # (queries, keys in the last step)
+    fine: dict[int, bool] = field(default_factory=dict)  # queries -> whether the widths of every 16 keys hold
     widths: tuple[int, ...] = _WIDTHS
     views: bool = True
     causal: bool = True
@@ -75,19 +78,19 @@ class Plan:
         rest = keys - whole
         if not rest:
             return whole
-        fine = -(-rest // _FINE) * _FINE
-        if length is not None and length <= _FINE_LENGTHS and self._fits(length, fine):
-            return whole + fine
+        if length is not None and length <= _FINE_LENGTHS and rest <= _MOST_FINE and self._has_fine_widths(length):
+            return whole - (-rest // _FINE) * _FINE
         return whole + next(width for width in self.widths if width >= rest)
 
-    def _fits(self, length: int, width: int) -> bool:
-        """Whether calls of `length` queries with `width` keys in the last step give each row its bits."""
-        known = self.fine.get((length, width))
+    def _has_fine_widths(self, length: int) -> bool:
+        """Whether calls of `length` queries give each row its bits with any 16 * i <= 256 keys in the last step."""
+        known = self.fine.get(length)
         if known is None:
             with _lock:
-                known = self.fine.get((length, width))
+                known = self.fine.get(length)
                 if known is None:
-                    known = self.fine[length, width] = width in self.widths or self._try_width(length, width)
+                    widths = range(_FINE, _MOST_FINE + 1, _FINE)
+                    known = self.fine[length] = all(self._try_width(length, width) for width in widths)
         return known
 
     def _try_width(self, length: int, width: int) -> bool:
