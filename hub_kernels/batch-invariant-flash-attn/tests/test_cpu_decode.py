@@ -148,6 +148,41 @@ def test_another_number_of_threads_or_engine_is_another_call(kernel, decode, mod
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape", [(8, 1, 256), (32, 1, 128), (4, 1, 64)], ids=str)
+def test_a_single_item_of_work_is_not_shared_by_threads(kernel, decode, assert_same_bits, shape, dtype):
+    """One sequence with one key head: PyTorch would let its GEMMs use all threads."""
+    heads, kv_heads, dim = shape
+    torch.set_num_threads(4)
+    for kv_len in (100, 200, 500, 512, 1024):
+        pair = operands(kv_len, batch=2, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+        want, one = anew(kernel, *pair)[:1], [each[:1] for each in pair]
+        for got in (anew(kernel, *one), *(kernel.attention(*one, causal=True) for _ in range(3))):
+            assert_same_bits(got, want, f"{kv_len} keys")
+    query, key, value = (torch.randn(2, count, 300, dim).to(dtype) for count in (heads, kv_heads, kv_heads))
+    want = kernel.attention(query, key, value, causal=True)[:1]
+    for queries in (1, 2, 3, 8, 300):
+        got = kernel.attention(query[:1, :, -queries:], key[:1], value[:1], causal=True)
+        assert_same_bits(got, want[:, :, -queries:], f"the last {queries} queries")
+
+
+@torch.no_grad()
+def test_the_default_dtype_does_not_matter(kernel, decode, assert_same_bits):
+    call = operands(200)
+    want = anew(kernel, *call)
+    try:
+        for dtype in (torch.float64, torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            decode._calls.clear()
+            decode._local.__dict__.clear()
+            for _ in range(2):
+                assert_same_bits(kernel.attention(*call, causal=True), want)
+            assert_same_bits(anew(kernel, *call), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@torch.no_grad()
 def test_arguments_are_checked_before_anything_is_remembered(kernel, decode):
     query, key, value = operands(200)
     for wrong in ((query, key.half(), value), (query, key[:, :, :-1], value), (query[..., :60], key, value)):
@@ -156,6 +191,9 @@ def test_arguments_are_checked_before_anything_is_remembered(kernel, decode):
     with pytest.raises(ValueError, match="scale"):
         kernel.attention(query, key, value, causal=True, scale=-1.0)
     assert not decode._calls
+    kernel.attention(query, key, value, causal=True)
+    with pytest.raises(TypeError):
+        kernel.attention(query, key, value, causal=True, softcap=None)
 
 
 @torch.no_grad()

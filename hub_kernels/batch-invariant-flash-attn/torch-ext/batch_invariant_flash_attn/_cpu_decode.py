@@ -18,7 +18,7 @@ from ._dispatch import kind_of, remember
 DecodeCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _MOST_BYTES = 64 << 20  # of filled-up keys of a call: with more, the copy is what counts and nothing is remembered
-_MOST_KEPT = 256 << 20  # bytes of filled-up operands that a thread keeps
+_MOST_KEPT = 64 << 20  # bytes of filled-up operands that a thread keeps, if they are of several shapes
 
 _calls: dict = {}
 _local = threading.local()
@@ -60,35 +60,39 @@ def _decode_call(query, key, value, scale) -> DecodeCall | None:
         return None
     scale = dim**-0.5 if scale is None else float(scale)
     rows_shape, out_shape = (batch, kv_heads, group, dim), (batch, heads, 1, dim)
-    mask = None
-    if count > kv_len:
-        mask = torch.zeros(1, 1, 1, count)
-        mask[..., kv_len:] = -torch.inf
-        mask = mask.expand(-1, -1, length, -1)
-    place = (batch, kv_heads, length, count, dim, query.dtype)
+    place = (batch, kv_heads, length, count if count > kv_len else 0, dim, query.dtype)
+    alone = _cpu_flash.is_alone(batch * kv_heads, length)
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = query.view(rows_shape)
-        if length > group or mask is not None:
+        rows, mask = query.view(rows_shape), None
+        if length > group or count > kv_len:
             memory = _memory(place)
             if length > group:
                 rows = memory.with_queries(rows)
-            if mask is not None:
-                key, value = memory.with_keys(key, value)
+            if count > kv_len:
+                key, value, mask = memory.with_keys(key, value)
+        if alone:
+            rows, key, value = (each.expand(2, -1, -1, -1) for each in (rows, key, value))
         out, _ = flash(rows, key, value, 0.0, False, attn_mask=mask, scale=scale)
+        out = out[:1] if alone else out
         return out.narrow(2, 0, group).reshape(out_shape).contiguous()
 
     return call
 
 
 class _Memory:
-    """Operands of one shape, zeros wherever nothing was written."""
+    """Operands of one shape, zeros wherever nothing was written, and the mask of the keys that were not.
+
+    count: 0 if keys need no filling up.
+    """
 
     def __init__(self, batch: int, kv_heads: int, length: int, count: int, dim: int, dtype: torch.dtype):
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
             self.rows = torch.zeros(batch, kv_heads, length, dim, dtype=dtype)
             self.keys, self.values = (torch.zeros(batch, kv_heads, count, dim, dtype=dtype) for _ in range(2))
-        self.nbytes = self.rows.nbytes + self.keys.nbytes + self.values.nbytes
+            self.hidden = torch.zeros(1, 1, 1, count, dtype=torch.float32)
+        self.mask = self.hidden.expand(-1, -1, length, -1)
+        self.nbytes = sum(each.nbytes for each in (self.rows, self.keys, self.values, self.hidden))
         self.group = self.kv_len = 0
         self.used_rows = self.used_keys = self.used_values = None
 
@@ -100,16 +104,18 @@ class _Memory:
         self.used_rows.copy_(rows)
         return self.rows
 
-    def with_keys(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_keys(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         kv_len = key.shape[2]
         if kv_len != self.kv_len:
             for kept in (self.keys, self.values):
                 kept[:, :, kv_len : max(self.kv_len, kv_len)].zero_()
             self.used_keys, self.used_values = (kept.narrow(2, 0, kv_len) for kept in (self.keys, self.values))
+            self.hidden[..., :kv_len].zero_()
+            self.hidden[..., kv_len:].fill_(-torch.inf)
             self.kv_len = kv_len
         self.used_keys.copy_(key)
         self.used_values.copy_(value)
-        return self.keys, self.values
+        return self.keys, self.values, self.mask
 
 
 def _memory(place: tuple) -> _Memory:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _TILE = 256  # queries per call where a mask in memory hides keys: speed only
 _PACKED_ROWS = 32  # most rows of a tile that holds several heads: speed only
+_ITEM_ROWS = 32  # queries that the kernel takes at a time, in calls of few
 _MOST_CACHED = 1 << 20  # elements of a mask that is kept for the next layer
 _MOST_INDEXED = 1 << 18  # keys of all rows and heads that are collected by an index, which is kept like a mask
 _MOST_FRESH = 1 << 18  # bytes of keys that go to new memory, which takes fewer operators than memory that is kept
@@ -242,7 +243,8 @@ def _mask(call: Call, edges: Edges, first: int, last: int, start: int, count: in
     mask = make(edges, call.left, call.right, first, last, start, count)
     if call.key_mask is not None:
         hidden = ~_present(call, start, count)[:, None, None]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf) + (0.0 if mask is None else mask)
+        present = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
+        mask = present + (0.0 if mask is None else mask)
     if call.mask is not None:
         mask = _given_mask(call, first, last, start, count) + (0.0 if mask is None else mask)
     return mask
@@ -261,7 +263,7 @@ def _edge_mask(
     if int(low.max()) <= start and int(high.min()) >= start + count - 1:
         return None
     hidden = ((at < low) | (at > high))[:, None]
-    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
 
 
 def _given_mask(call: Call, first: int, last: int, start: int, count: int) -> torch.Tensor:
@@ -275,7 +277,7 @@ def _given_mask(call: Call, first: int, last: int, start: int, count: int) -> to
     limits = [mask.shape[3]] * len(origins)
     found = gather(mask, 3, start, count, origins, limits)
     if mask.dtype == torch.bool:
-        return torch.zeros(found.shape).masked_fill_(found == 0, -torch.inf)
+        return torch.zeros(found.shape, dtype=torch.float32).masked_fill_(found == 0, -torch.inf)
     return F.threshold_(found, mask_floor(mask.dtype), -torch.inf)
 
 
@@ -307,9 +309,19 @@ def _call_flash(
 
 def _flash(query, keys, values, causal: bool, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """The kernel's output. It takes neighbours in a row for neighbours in memory, whatever the last stride says."""
-    operands = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
-    out, _ = flash(*operands, 0.0, causal, attn_mask=mask, scale=scale)
-    return out
+    query, keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
+    alone = is_alone(query.shape[0] * query.shape[1], query.shape[2])
+    if alone:
+        query, keys, values = (each.expand(2, -1, -1, -1) for each in (query, keys, values))
+    out, _ = flash(query, keys, values, 0.0, causal, attn_mask=mask, scale=scale)
+    return out[:1] if alone else out
+
+
+def is_alone(heads: int, length: int) -> bool:
+    """Whether a call would be a single item of work. The kernel then runs outside of its own parallel region, and its
+    GEMMs take several threads each and cut sums otherwise. With a copy beside it, each item has one, as in the trials.
+    """
+    return heads == 1 and length <= _ITEM_ROWS and torch.get_num_threads() > 1
 
 
 def _tile(call, plan, first, last, keys, values, mask, causal) -> torch.Tensor:

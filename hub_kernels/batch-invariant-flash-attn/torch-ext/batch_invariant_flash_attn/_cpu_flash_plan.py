@@ -20,8 +20,8 @@ STEP = 512  # keys that the kernel takes at a time
 _WIDTHS = (64, 128, 256, STEP)
 # Calls of few queries have more widths, at every 16 keys, since in decoding keys may have to be copied to fill one up.
 # Other numbers of keys never held: what is left of a vector goes through another exp. From 256 on GEMMs cut some sums
-# in two and not others, so that a trial in 16 bits can pass by chance. So these widths are used up to there, and only if
-# all of them hold, for a reason that they share.
+# in two and not others, so that a trial in 16 bits can pass by chance. So these widths are used up to there, and only
+# if all of them hold, for a reason that they share.
 _FINE = 16
 _MOST_FINE = 256
 _FINE_LENGTHS = 32
@@ -94,7 +94,7 @@ class Plan:
         return known
 
     def _try_width(self, length: int, width: int) -> bool:
-        order, heads = _order(length), (1, min(2 * torch.get_num_threads(), 16))
+        order, heads = _order(length), (1, _most_heads())
         for data in self.data:
             for keys in (width, STEP + width):
                 for hidden in (0, 1, _FINE - 1):
@@ -116,7 +116,7 @@ class Plan:
         return known
 
     def _try(self, length: int) -> bool:
-        heads = (1, min(2 * torch.get_num_threads(), 16)) if length <= 256 else (1,)
+        heads = (1, _most_heads()) if length <= 256 else (1,)
         sights = self.expected if length <= 256 else (STEP + 64, _KEYS)
         return all(
             _same(_run(data, _order(length), keys, heads=count), _pick(self.expected[keys][number], length))
@@ -124,6 +124,11 @@ class Plan:
             for keys in sights
             for count in heads
         )
+
+
+def _most_heads() -> int:
+    """Heads of a trial: more than threads, and no fewer than from where kernels begin to pack operands."""
+    return max(4, min(2 * torch.get_num_threads(), 16))
 
 
 def environment() -> tuple:
@@ -183,7 +188,7 @@ def _make_data(head_dim: int, dtype: torch.dtype) -> list[_Data]:
     generator = torch.Generator().manual_seed(4321)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype)
 
     rows, keys, values = normal(_ROWS, head_dim), normal(_KEYS, head_dim), normal(_KEYS, head_dim)
     half = head_dim // 2
@@ -193,8 +198,10 @@ def _make_data(head_dim: int, dtype: torch.dtype) -> list[_Data]:
     zero_scores = _Data(rows, keys, values, 2.0**21)
 
     rows, keys, values = normal(_ROWS, head_dim), normal(_KEYS, head_dim), normal(_KEYS, head_dim)
-    for block in range(0, _KEYS, 64):  # so that any number of whole blocks gives 0
-        first, second = block + torch.randperm(64, generator=generator).view(2, 32)
+    if dtype == torch.float16:
+        values *= 2.0**12  # what rounding leaves is far below 1 and would be 0 in float16
+    for block in range(0, _KEYS, _FINE):  # so that any number of whole blocks gives 0
+        first, second = block + torch.randperm(_FINE, generator=generator).view(2, _FINE // 2)
         keys[second], values[second] = keys[first], -values[first]
     zero_outputs = _Data(rows, keys, values, head_dim**-0.5)
     plain = _Data(normal(_ROWS, head_dim), normal(_KEYS, head_dim), normal(_KEYS, head_dim), head_dim**-0.5)
@@ -243,7 +250,7 @@ def _pick(bits: Bits, length: int) -> Bits:
 
 
 def _mask(length: int, hidden: slice, keys: int = _KEYS) -> torch.Tensor:
-    mask = torch.zeros(1, 1, 1, keys)
+    mask = torch.zeros(1, 1, 1, keys, dtype=torch.float32)
     mask[..., hidden] = _MASKED
     return mask.expand(1, 1, length, keys)
 
@@ -275,7 +282,7 @@ def _hides_exactly(plan: Plan) -> bool:
 def _causal_holds(data: _Data, base: int) -> bool:
     """The kernel's causal mask against a mask in memory, for all queries at once and for some tiles of them."""
     order = _order(_KEYS)
-    mask = torch.full((_KEYS, _KEYS), _MASKED).triu_(1)[None, None]
+    mask = torch.full((_KEYS, _KEYS), _MASKED, dtype=torch.float32).triu_(1)[None, None]
     causal = _run(data, order, _KEYS, causal=True)
     if not _same(_run(data, order, _KEYS, mask=mask), causal):
         return False

@@ -58,7 +58,7 @@ def attention(
         return _on_gpu(*tensors, origin, query_offset, causal, scale, window, softcap).transpose(1, 2)
     decode = None
     if direct and query.is_cpu and query.dim() == 4 and query.shape[2] == 1 and is_plain_torch():
-        if tuple(window) == (-1, -1) and not softcap and sinks is mask is key_mask is origin is query_offset is None:
+        if tuple(window) == (-1, -1) and softcap == 0 and sinks is mask is key_mask is origin is query_offset is None:
             from . import _cpu_decode as decode
 
             call = decode.recalled(query, key, value, scale)
