@@ -245,15 +245,21 @@ def test_a_device_without_cuda_graphs_decodes_eagerly():
     assert torch.equal(got, want)
 
 
-def test_an_offloaded_static_cache_is_not_recorded():
-    """Its layers go to the CPU and come back within a step, on another stream: that cannot be captured."""
+def inputs_of_a_step():
+    """What a converted model gets for one token after a prefill into a static cache."""
     model = hf_batchinv.convert(make("llama"))
     ids, _ = sequences(model, 5)
     cache = StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
         model(input_ids=ids, **{CACHE: cache})
-    cache.offloading = True
-    assert decode_graph._flatten({"input_ids": ids[:, :1], CACHE: cache}) is None
+    return {"input_ids": ids[:, :1], CACHE: cache}
+
+
+def test_an_offloaded_static_cache_is_not_recorded():
+    """Its layers go to the CPU and come back within a step, on another stream: that cannot be captured."""
+    inputs = inputs_of_a_step()
+    inputs[CACHE].offloading = True
+    assert decode_graph._flatten(inputs) is None
 
 
 def test_a_model_with_stock_parts_is_not_recorded():
@@ -265,12 +271,7 @@ def test_a_model_with_stock_parts_is_not_recorded():
 
 
 def test_a_step_with_a_tensor_elsewhere_is_not_recorded():
-    model = hf_batchinv.convert(make("llama"))
-    ids, _ = sequences(model, 5)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    with torch.no_grad():
-        model(input_ids=ids, **{CACHE: cache})
-    found = {"input_ids": ids[:, :1], CACHE: cache}
+    found = inputs_of_a_step()
     assert decode_graph._flatten(found | {"logits_to_keep": torch.tensor([0], device="meta")}) is None
     assert decode_graph._flatten(found | {"logits_to_keep": torch.tensor([0])}) is not None
 

@@ -2,8 +2,7 @@
 
 At some hundred keys PyTorch's kernel takes 25 microseconds, and what Python does around it took three times that. So
 what such a call comes to is worked out once for its shapes and remembered, as calls on a GPU are, and operands that
-have to be filled up with zeros go to memory of this thread that is filled up already. The call of the kernel is the
-one that `_cpu_flash` makes.
+have to be filled up with zeros go to memory of this thread that is filled up already.
 """
 
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from . import _cpu_flash, _cpu_products
-from ._cpu_flash_plan import environment, flash
+from ._cpu_flash_plan import environment
 from ._dispatch import kind_of, remember
 
 DecodeCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -31,11 +30,12 @@ def recalled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale:
     return _calls.get(_call_key(query, key, value, scale))
 
 
-def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> None:
-    """Remember what a call with these arguments, which have been checked, comes to."""
+def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> DecodeCall | None:
+    """Remember what a call with these arguments, which have been checked, comes to, and return it like `recalled`."""
     call_key = _call_key(query, key, value, scale)
-    if call_key not in _calls:
-        remember(_calls, call_key, _decode_call(query, key, value, scale))
+    if call_key in _calls:
+        return _calls.get(call_key)  # it may be forgotten meanwhile
+    return remember(_calls, call_key, _decode_call(query, key, value, scale))
 
 
 def _call_key(query, key, value, scale) -> tuple:
@@ -61,7 +61,6 @@ def _decode_call(query, key, value, scale) -> DecodeCall | None:
     scale = dim**-0.5 if scale is None else float(scale)
     rows_shape, out_shape = (batch, kv_heads, group, dim), (batch, heads, 1, dim)
     place = (batch, kv_heads, length, count if count > kv_len else 0, dim, query.dtype)
-    alone = _cpu_flash.is_alone(batch * kv_heads, length)
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         rows, mask = query.view(rows_shape), None
@@ -71,10 +70,7 @@ def _decode_call(query, key, value, scale) -> DecodeCall | None:
                 rows = memory.with_queries(rows)
             if count > kv_len:
                 key, value, mask = memory.with_keys(key, value)
-        if alone:
-            rows, key, value = (each.expand(2, -1, -1, -1) for each in (rows, key, value))
-        out, _ = flash(rows, key, value, 0.0, False, attn_mask=mask, scale=scale)
-        out = out[:1] if alone else out
+        out = _cpu_flash.run_kernel(rows, key, value, False, mask, scale)
         return out.narrow(2, 0, group).reshape(out_shape).contiguous()
 
     return call

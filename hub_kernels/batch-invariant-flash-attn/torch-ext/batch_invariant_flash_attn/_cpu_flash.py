@@ -91,7 +91,7 @@ def _decode(call: Call, plan: Plan) -> torch.Tensor:
     mask = _edge_mask(edges[:1] if len(set(edges)) == 1 else edges, None, None, 0, 1, 0, count)
     if mask is not None:
         mask = mask.expand(-1, -1, length, -1)
-    out = _flash(query, keys, values, False, mask, call.scale)
+    out = run_kernel(query, keys, values, False, mask, call.scale)
     return out[:, :, :group].reshape(batch, 1, heads, dim).contiguous()
 
 
@@ -235,6 +235,11 @@ def _present(call: Call, start: int, count: int) -> torch.Tensor:
 # --- masks ---
 
 
+def _hiding(hidden: torch.Tensor) -> torch.Tensor:
+    """The mask that the kernel adds to the scores: float32, whatever torch's default is."""
+    return torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
+
+
 def _mask(call: Call, edges: Edges, first: int, last: int, start: int, count: int) -> torch.Tensor | None:
     """(B | 1, Hq | 1, queries | 1, keys) float32, added to the scores; None if nothing is hidden."""
     edges = edges[:1] if len(set(edges)) == 1 else edges
@@ -243,8 +248,7 @@ def _mask(call: Call, edges: Edges, first: int, last: int, start: int, count: in
     mask = make(edges, call.left, call.right, first, last, start, count)
     if call.key_mask is not None:
         hidden = ~_present(call, start, count)[:, None, None]
-        present = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
-        mask = present + (0.0 if mask is None else mask)
+        mask = _hiding(hidden) + (0.0 if mask is None else mask)
     if call.mask is not None:
         mask = _given_mask(call, first, last, start, count) + (0.0 if mask is None else mask)
     return mask
@@ -263,7 +267,7 @@ def _edge_mask(
     if int(low.max()) <= start and int(high.min()) >= start + count - 1:
         return None
     hidden = ((at < low) | (at > high))[:, None]
-    return torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
+    return _hiding(hidden)
 
 
 def _given_mask(call: Call, first: int, last: int, start: int, count: int) -> torch.Tensor:
@@ -277,7 +281,7 @@ def _given_mask(call: Call, first: int, last: int, start: int, count: int) -> to
     limits = [mask.shape[3]] * len(origins)
     found = gather(mask, 3, start, count, origins, limits)
     if mask.dtype == torch.bool:
-        return torch.zeros(found.shape, dtype=torch.float32).masked_fill_(found == 0, -torch.inf)
+        return _hiding(found == 0)
     return F.threshold_(found, mask_floor(mask.dtype), -torch.inf)
 
 
@@ -304,24 +308,25 @@ def _call_flash(
         if mask.shape[2] > 1 and length > rows:
             mask = F.pad(mask, (0, 0, 0, length - rows))
         mask = mask.expand(-1, -1, length, -1)
-    return _flash(query, keys, values, causal, mask, call.scale)[:, :, :rows]
+    return run_kernel(query, keys, values, causal, mask, call.scale)[:, :, :rows]
 
 
-def _flash(query, keys, values, causal: bool, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+def run_kernel(query, keys, values, causal: bool, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """The kernel's output. It takes neighbours in a row for neighbours in memory, whatever the last stride says."""
     query, keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
-    alone = is_alone(query.shape[0] * query.shape[1], query.shape[2])
+    alone = _is_alone(query)
     if alone:
         query, keys, values = (each.expand(2, -1, -1, -1) for each in (query, keys, values))
     out, _ = flash(query, keys, values, 0.0, causal, attn_mask=mask, scale=scale)
     return out[:1] if alone else out
 
 
-def is_alone(heads: int, length: int) -> bool:
+def _is_alone(query: torch.Tensor) -> bool:
     """Whether a call would be a single item of work. The kernel then runs outside of its own parallel region, and its
     GEMMs take several threads each and cut sums otherwise. With a copy beside it, each item has one, as in the trials.
     """
-    return heads == 1 and length <= _ITEM_ROWS and torch.get_num_threads() > 1
+    batch, heads, length, _ = query.shape
+    return batch * heads == 1 and length <= _ITEM_ROWS and torch.get_num_threads() > 1
 
 
 def _tile(call, plan, first, last, keys, values, mask, causal) -> torch.Tensor:

@@ -11,8 +11,9 @@ exact outputs are 0: both show a change of order that ordinary data may hide, al
 """
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -84,14 +85,8 @@ class Plan:
 
     def _has_fine_widths(self, length: int) -> bool:
         """Whether calls of `length` queries give each row its bits with any 16 * i <= 256 keys in the last step."""
-        known = self.fine.get(length)
-        if known is None:
-            with _lock:
-                known = self.fine.get(length)
-                if known is None:
-                    widths = range(_FINE, _MOST_FINE + 1, _FINE)
-                    known = self.fine[length] = all(self._try_width(length, width) for width in widths)
-        return known
+        widths = range(_FINE, _MOST_FINE + 1, _FINE)
+        return _once(self.fine, length, lambda: all(self._try_width(length, width) for width in widths))
 
     def _try_width(self, length: int, width: int) -> bool:
         order, heads = _order(length), (1, _most_heads())
@@ -107,13 +102,7 @@ class Plan:
 
     def holds(self, length: int) -> bool:
         """Whether calls of this many queries give each row its bits; tried when first asked for."""
-        known = self.lengths.get(length)
-        if known is None:
-            with _lock:
-                known = self.lengths.get(length)
-                if known is None:
-                    known = self.lengths[length] = self._try(length)
-        return known
+        return _once(self.lengths, length, lambda: self._try(length))
 
     def _try(self, length: int) -> bool:
         heads = (1, _most_heads()) if length <= 256 else (1,)
@@ -124,6 +113,15 @@ class Plan:
             for keys in sights
             for count in heads
         )
+
+
+def _once(known: dict, key: Hashable, make: Callable[[], Any]) -> Any:
+    """known[key], made by the first thread that asks for it."""
+    if key not in known:
+        with _lock:
+            if key not in known:
+                known[key] = make()
+    return known[key]
 
 
 def _most_heads() -> int:
@@ -138,12 +136,7 @@ def environment() -> tuple:
 
 def plan_for(head_dim: int, dtype: torch.dtype) -> Plan | None:
     """The plan of one head shape in the present environment, or None if the kernel is not to be used."""
-    key = (head_dim, dtype, *environment())
-    if key not in _plans:
-        with _lock:
-            if key not in _plans:
-                _plans[key] = _make_plan(head_dim, dtype)
-    return _plans[key]
+    return _once(_plans, (head_dim, dtype, *environment()), lambda: _make_plan(head_dim, dtype))
 
 
 def _ladder(rows: int) -> Iterable[int]:

@@ -67,8 +67,8 @@ def attention(
     checked_scale, origin, query_offset = _check(*tensors, origin, query_offset, scale, window, softcap)
     settings = (bool(causal), checked_scale, int(window[0]), int(window[1]), float(softcap))
     arguments = (*tensors[:3], *settings, *tensors[3:], origin, query_offset)
-    if decode is not None:
-        decode.prepare(query, key, value, scale)
+    if decode is not None and (call := decode.prepare(query, key, value, scale)) is not None:
+        return call(query, key, value)
     out = _on_cpu(*arguments) if direct and query.device.type == "cpu" else _attention_op(*arguments)
     return out.transpose(1, 2)
 
