@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True, scope="module")
 def one_call_is_timed():
     patch = pytest.MonkeyPatch()
-    patch.setattr(measure, "MOST_CALLS", 1)
+    patch.setattr(measure, "TURNS", 1)
+    patch.setattr(measure, "CALLS_A_TURN", 1)
     yield
     patch.undo()
 
@@ -210,6 +211,23 @@ def test_the_time_of_a_setting_is_guessed_from_smaller_ones():
     assert not deadline.Deadline(50.0, on_gpu=True).allows("m", static)  # it would compile
     assert deadline.Deadline(50.0, on_gpu=False).allows("m", static)
     assert deadline.Deadline(None, on_gpu=True).allows("m", static)
+
+
+def test_what_does_not_grow_with_the_tokens_is_not_multiplied():
+    clock = deadline.Deadline(100.0, on_gpu=True)
+    sizes = [settings.Setting("prefill", batch, 128, "dynamic") for batch in (1, 8, 32, 128)]
+    for setting in sizes[:3]:
+        clock.took("m", setting, 10.0)  # bound by the host
+    assert clock.allows("m", sizes[3])
+
+
+def test_stock_and_ours_take_turns(tiny, monkeypatch):
+    monkeypatch.setattr(measure, "TURNS", 3)
+    monkeypatch.setattr(measure, "CALLS_A_TURN", 2)
+    seen = []
+    run = tiny.measure(settings.Setting("prefill", 2, 12, "dynamic"), seen.append)
+    assert seen == ["stock", "ours"] * 3
+    assert [side["calls"] for side in run.runs] == [6, 6]
 
 
 # --- what is asked for ---

@@ -14,7 +14,7 @@ class Deadline:
     def __init__(self, limit_s: float | None, on_gpu: bool):
         self.limit_s, self.on_gpu = limit_s, on_gpu
         self.start = time.monotonic()
-        self.longest: dict[tuple, tuple[float, int]] = {}
+        self.taken: dict[tuple, list[tuple[int, float]]] = {}
 
     def allows(self, model: str, setting: Setting) -> bool:
         """Whether a setting of a model will be done in time, as far as one can tell."""
@@ -28,13 +28,15 @@ class Deadline:
     def took(self, model: str, setting: Setting, seconds: float) -> None:
         """Remember a setting that is done."""
         kind = (model, setting.op, setting.cache)
-        tokens = setting.batch * setting.prompt
-        self.longest[kind] = max(self.longest.get(kind, (0.0, 0)), (seconds, tokens))
+        self.taken.setdefault(kind, []).append((setting.batch * setting.prompt, seconds))
 
     def _guess(self, model: str, setting: Setting) -> float:
-        known = self.longest.get((model, setting.op, setting.cache))
+        known = self.taken.get((model, setting.op, setting.cache))
         if known is None:
             return COMPILING_S if setting.cache == "static" and self.on_gpu else 0.0
-        seconds, tokens = known
-        growth = setting.batch * setting.prompt / tokens if setting.op == "prefill" else MARGIN
-        return seconds * max(1.0, growth)
+        longest = max(seconds for _, seconds in known)
+        if setting.op != "prefill":
+            return MARGIN * longest
+        # What compiles or is bound by the host does not grow with the tokens: the best rate so far is what does.
+        rate = min(seconds / tokens for tokens, seconds in known)
+        return max(longest, MARGIN * rate * setting.batch * setting.prompt)

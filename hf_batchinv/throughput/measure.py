@@ -14,8 +14,10 @@ from .clock import Clock
 from .settings import Setting
 
 SIDES = ("stock", "ours")
-# Timed calls of one side: until they took this long together, but no more than so many.
-ENOUGH_S, MOST_CALLS = 1.5, 5
+# Stock and ours take turns, so that a host that slows down for a while slows both. A side is timed until its calls took
+# this long together, but for no more than so many calls.
+TURNS, CALLS_A_TURN = 3, 2
+ENOUGH_S = 1.5
 
 
 @dataclass
@@ -25,6 +27,27 @@ class Outcome:
     row: dict
     runs: list[dict] = field(default_factory=list)
     profiles: list[dict] = field(default_factory=list)
+
+
+@dataclass
+class Side:
+    """What is known of one side so far. bits_ok, first_s, compiled: of its first call, which is not timed."""
+
+    name: str
+    bits_ok: bool | None = None
+    first_s: float = 0.0
+    compiled: bool = False
+    timed: list[jobs.Run] = field(default_factory=list)
+    peak_bytes: int | None = None
+
+    @property
+    def enough(self) -> bool:
+        return sum(run.whole_s for run in self.timed) >= ENOUGH_S
+
+    def summary(self) -> dict:
+        known = {"side": self.name, "bits_ok": self.bits_ok, "first_s": self.first_s, "compiled": self.compiled}
+        known |= {"calls": len(self.timed), "whole_s": statistics.median(run.whole_s for run in self.timed)}
+        return known | {"seconds": statistics.median(run.seconds for run in self.timed), "peak_bytes": self.peak_bytes}
 
 
 class Comparison:
@@ -39,14 +62,24 @@ class Comparison:
 
         Raises torch.OutOfMemoryError.
         """
-        sides, profiles = {}, []
+        known, profiles = [Side(name) for name in SIDES], []
+        # Stock code that was compiled for a setting would have to be compiled again.
+        turns = 1 if setting.cache == "static" and self.clock.on_gpu else TURNS
         try:
-            for side in SIDES:
-                progress(side)
-                sides[side] = self._side(setting, side, profiles)
+            for turn in range(turns):
+                for side in known:
+                    progress(side.name)
+                    self._take_turn(setting, side, calls=TURNS * CALLS_A_TURN // turns)
+                    if setting.profiled and turn == 0:
+                        call = self._call_of(setting, side.name)
+                        profiles.append({"what": str(setting), "side": side.name})
+                        profiles[-1] |= profiling.profile(call, setting, self.clock)
+                if all(side.enough for side in known):
+                    break
         finally:
             revert(self.model)
             self._start_afresh()
+        sides = {side.name: side.summary() for side in known}
         bits_ok = sides["ours"]["bits_ok"]
         row = {"op": setting.op, "model": self.name, "dtype": self.dtype, "batch": setting.batch}
         row |= {"prompt": setting.prompt, "cache": setting.cache}
@@ -55,30 +88,37 @@ class Comparison:
         row |= {f"{side}_peak_bytes": sides[side].pop("peak_bytes") for side in reversed(SIDES)}
         return Outcome(row, [_dimensions(setting) | sides[side] for side in SIDES], profiles)
 
-    def _side(self, setting: Setting, side: str, profiles: list[dict]) -> dict:
-        ours = side == "ours"
+    def _take_turn(self, setting: Setting, side: Side, calls: int) -> None:
+        """Up to so many timed calls, after one that compiles, checks and allocates what they find there."""
+        revert(self.model)
         self._start_afresh()
-        if ours:
+        if side.name == "ours":
             convert(self.model)
-        reference = self._reference(setting, side)
+        call = self._call_of(setting, side.name)
+        if side.bits_ok is None:
+            reference = self._reference(setting, side.name)
+            first = call(keep=True)
+            side.bits_ok = all(_same(got, reference) for got in first.evidence)
+            side.first_s, side.compiled = first.whole_s, self._is_compiled()
+            del first
+        else:
+            call()
+        self.clock.forget_peak()
+        for _ in range(calls):
+            side.timed.append(replace(call(), evidence=None))
+            if side.enough:
+                break
+        peak_bytes = self.clock.peak_bytes()
+        if peak_bytes is not None:
+            side.peak_bytes = max(peak_bytes, side.peak_bytes or 0)
+
+    def _call_of(self, setting: Setting, side: str) -> Callable[..., jobs.Run]:
         ids = jobs.prompts(setting, self.model.config.get_text_config().vocab_size, self.clock.device)
 
         def call(**options) -> jobs.Run:
-            return jobs.RUN[setting.op](self.model, ids, setting, self.clock, ours=ours, **options)
+            return jobs.RUN[setting.op](self.model, ids, setting, self.clock, ours=side == "ours", **options)
 
-        first = call(keep=True)  # compiles, checks and allocates what later calls find there
-        bits_ok = all(_same(got, reference) for got in first.evidence)
-        result = {"side": side, "bits_ok": bits_ok, "first_s": first.whole_s, "compiled": self._is_compiled()}
-        del first
-        self.clock.forget_peak()
-        timed: list[jobs.Run] = []
-        while not timed or (len(timed) < MOST_CALLS and sum(run.whole_s for run in timed) < ENOUGH_S):
-            timed.append(replace(call(), evidence=None))
-        result |= {"calls": len(timed), "whole_s": statistics.median(run.whole_s for run in timed)}
-        result |= {"seconds": statistics.median(run.seconds for run in timed), "peak_bytes": self.clock.peak_bytes()}
-        if setting.profiled:
-            profiles.append({"what": str(setting), "side": side} | profiling.profile(call, setting, self.clock))
-        return result
+        return call
 
     def _reference(self, setting: Setting, side: str) -> torch.Tensor:
         """What the first sequence gets alone, with a dynamic cache; computed once for every length."""
