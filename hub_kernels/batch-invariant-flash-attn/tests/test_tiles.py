@@ -5,12 +5,15 @@ import torch
 
 HEADS = [(32, 8, 128), (9, 3, 64), (8, 8, 80), (16, 2, 256), (4, 1, 16), (14, 2, 64)]  # query heads, KV heads, head_dim
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# What is added to plain causal attention; each compiles every tile anew, so each is a test.
+CHANGES = {"plain": {}, "window": {"window_left": 300}, "softcap and sinks": {"softcap": 20.0}}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits, heads, dtype):
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits, change, heads, dtype):
     launch, plan = module("_launch"), module("plan")
     query_heads, kv_heads, head_dim = heads
     generator = torch.Generator("cuda").manual_seed(0)
@@ -19,18 +22,18 @@ def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits
         return torch.randn(2, count, length, head_dim, device="cuda", generator=generator).to(dtype)
 
     query, key, value = states(query_heads, 700), states(kv_heads, 1400), states(kv_heads, 1400)
-    sinks = torch.randn(query_heads, device="cuda", generator=generator).to(dtype)
     origin = torch.tensor([0, 37], dtype=torch.int32, device="cuda")
     shape = dict(head_dim=head_dim, value_head_dim=head_dim, dtype=dtype)
     plain = dict(causal=True, scale=head_dim**-0.5, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     plain |= dict(mask=None, key_mask=None, origin=origin, query_offset=None)
-    for change in ({}, {"window_left": 300}, {"softcap": 20.0, "sinks": sinks}):
-        call = plain | change
-        want = launch.launch_attention(query, key, value, **call)
-        for tile in plan.all_tiles(**shape, gpu=launch.gpu_of(query.device)):
-            for split in (False,) if tile.hopper else (False, True):
-                got = launch.launch_attention(query, key, value, **call, tile=tile, split=split)
-                assert_same_bits(got, want, f"{change}, {tile}, split {split}")
+    call = plain | CHANGES[change]
+    if call["softcap"]:
+        call["sinks"] = torch.randn(query_heads, device="cuda", generator=generator).to(dtype)
+    want = launch.launch_attention(query, key, value, **call)
+    for tile in plan.all_tiles(**shape, gpu=launch.gpu_of(query.device)):
+        for split in (False,) if tile.hopper else (False, True):
+            got = launch.launch_attention(query, key, value, **call, tile=tile, split=split)
+            assert_same_bits(got, want, f"{tile}, split {split}")
 
 
 def test_splits_cover_every_position_once_and_start_on_blocks(module):

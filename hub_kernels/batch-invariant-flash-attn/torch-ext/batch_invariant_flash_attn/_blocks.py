@@ -138,7 +138,7 @@ def full_blocks(
     score = tl.dot(q, tl.trans(k))
     if SOFTCAP:
         score = tanh(score * softcap_in)
-    m, p, alpha = softmax_step(m, score, unit)
+    m, p, alpha = softmax_step(m, tl.max(score, 1), score, unit)
     lanes = add_weights(lanes, alpha, p)
     p = p.to(q.dtype)
     acc = acc * alpha[:, None]
@@ -153,13 +153,13 @@ def full_blocks(
         if SOFTCAP:
             score = tanh(score * softcap_in)
         if SPLIT:
-            m, p, alpha = softmax_step(m, score, unit)
+            m, p, alpha = softmax_step(m, tl.max(score, 1), score, unit)
             lanes = add_weights(lanes, alpha, p)
         else:
             due = (block + 1) * BLOCK_N >= split_end
             m_split = m
             lanes_split = lanes
-            m, p, alpha = softmax_step(tl.where(due, float("-inf"), m), score, unit)
+            m, p, alpha = softmax_step(tl.where(due, float("-inf"), m), tl.max(score, 1), score, unit)
             lanes = add_weights(tl.where(due, 0.0, lanes), alpha, p)
             if due:
                 m_total, weight_total, acc_total = fold_split(
@@ -280,7 +280,7 @@ def masked_blocks(
                 # In units of the score, so that adding 0 leaves the bits of a call without a mask.
                 score = tl.fma(extra, bias_in, score)
         score = tl.where(visible, score, float("-inf"))
-        m, p, alpha = softmax_step(m, score, unit)
+        m, p, alpha = softmax_step(m, tl.max(score, 1), score, unit)
         lanes = add_weights(lanes, alpha, p)
         if FLOAT32:
             # The block is summed by itself: one running sum over all keys would lose accuracy that float32 can show.

@@ -16,10 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._blocks import key_range, split_begin, split_of
-from ._softmax_step import LANES, add_weights, finish, fold_split, lane_sums, lanes_to_weight, softmax_step, tanh
+from ._softmax_step import LANES, add_weights, finish, fold_split, lane_sums, softmax_step, tanh
 
 # Rows of a tile, half of them for each group of warps.
 ROWS = gl.constexpr(128)
+
+
+@gluon.jit
+def _slot(block, STAGES: gl.constexpr):
+    """The buffer of a block, counted over all tiles from 0, and the parity of how often it was filled before."""
+    gl.static_assert(STAGES == 2)
+    return block & 1, (block >> 1) & 1
 
 
 @gluon.jit
@@ -89,28 +96,31 @@ def _tile(number, tensors, problem, FLAGS: gl.constexpr, GROUP: gl.constexpr, BL
 
 @gluon.jit
 def _load_blocks(descs, tensors, problem, buffers, barriers, tiles, sizes: gl.constexpr):
-    """The loading warp: keys and values of all blocks of all tiles, as buffers come free."""
+    """The loading warp: keys and values of all blocks of all tiles, as buffers come free.
+
+    One barrier says that a block's keys and the values of the block before it are used.
+    """
     FLAGS: gl.constexpr = sizes[0]
     STAGES: gl.constexpr = sizes[2]
     GROUP: gl.constexpr = sizes[3]
     BLOCK_N: gl.constexpr = sizes[6]
     key_desc, value_desc = descs
     k_buffers, v_buffers = buffers
-    k_ready, k_free, v_ready, v_free = barriers
+    k_ready, v_ready, free = barriers
     loaded = gl.to_tensor(0)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):  # order-free: whole tiles
         _, kv_head, sequence, _, _, first_block, blocks = _tile(number, tensors, problem, FLAGS, GROUP, BLOCK_N)
         batch, _, key_row, _, _, origin, _ = sequence
         for i in range(blocks):
-            slot = loaded % STAGES
-            phase = (loaded // STAGES) & 1
+            slot, filled = _slot(loaded, STAGES)
             at = key_row + origin + (first_block + i) * BLOCK_N
-            mbarrier.wait(k_free.index(slot), phase ^ 1)
+            mbarrier.wait(free.index(slot), filled ^ 1)
             mbarrier.expect(k_ready.index(slot), key_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 key_desc, [batch, kv_head, at, 0], k_ready.index(slot), k_buffers.index(slot)
             )
-            mbarrier.wait(v_free.index(slot), phase ^ 1)
+            after, filled = _slot(loaded + 1, STAGES)
+            mbarrier.wait(free.index(after), filled ^ 1)
             mbarrier.expect(v_ready.index(slot), value_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 value_desc, [batch, kv_head, at, 0], v_ready.index(slot), v_buffers.index(slot)
@@ -135,9 +145,9 @@ def _masked(score, first, position, limits, CAUSAL: gl.constexpr, LEFT: gl.const
 
 @gluon.jit
 def _weight(lanes, layout: gl.constexpr):
-    """`lanes_to_weight`, with a row's lanes brought to one thread first."""
-    together: gl.constexpr = gl.BlockedLayout([1, LANES], [32, 1], [4, 1], [1, 0])
-    return gl.convert_layout(lanes_to_weight(gl.convert_layout(lanes, together)), layout)
+    """`lanes_to_weight` where each thread of a row has one lane: neighbours first, then pairs."""
+    pairs = gl.sum(gl.reshape(lanes, (lanes.shape[0], LANES // 2, 2)), axis=2)
+    return gl.convert_layout(gl.sum(pairs, axis=1), layout)
 
 
 @gluon.jit
@@ -168,63 +178,96 @@ def _at_once(x):
 
 
 @gluon.jit
+def _pack(weights, dtype: gl.constexpr):
+    """weights (R, N) rounded to dtype, two to an int32 (R, N / 2)."""
+    even, odd = gl.split(gl.reshape(weights, (weights.shape[0], weights.shape[1] // 2, 2)))
+    instruction: gl.constexpr = (
+        "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    )
+    return gl.inline_asm_elementwise(instruction, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """The weights (R, N) that `_pack` rounded, as the left operand of a product."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    both = gl.join(even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True))
+    return gl.convert_layout(gl.reshape(both, (packed.shape[0], 2 * packed.shape[1])), layout)
+
+
+@gluon.jit
+def _highest(score):
+    """Maximum of each row (R,), by chains of comparisons that need not wait for each other: one for every column that a
+    thread holds of each 8."""
+    columns = gl.max(gl.reshape(score, (score.shape[0], score.shape[1] // 8, 8)), axis=1)
+    return gl.convert_layout(gl.max(columns, axis=1), gl.SliceLayout(1, score.type.layout))
+
+
+@gluon.jit
 def _steps(
     q,
     buffers,
     barriers,
     state,
-    begin,
-    stop,
+    count,
     done,
     first,
     first_block,
     position,
     limits,
+    full,
     units,
-    MASKED: gl.constexpr,
     FLAGS: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Scores of blocks begin ... stop - 1 of the tile, values of the blocks before them; `done` blocks came before."""
+    """Scores of blocks 1 ... count - 1 of the tile, values of the blocks before them; `done` blocks came before.
+
+    full: the blocks (first, end) that every row sees whole.
+    """
     CAUSAL: gl.constexpr = FLAGS[0]
     LEFT: gl.constexpr = FLAGS[1]
     RIGHT: gl.constexpr = FLAGS[2]
     SOFTCAP: gl.constexpr = FLAGS[3]
     k_buffers, v_buffers = buffers
-    k_ready, k_free, v_ready, v_free = barriers
+    k_ready, v_ready, free = barriers
     unit, softcap_in = units
-    m, lanes, acc, p, m_total, weight_total, acc_total, split_end = state
+    m, lanes, acc, packed, m_total, weight_total, acc_total, split_end = state
     HALF_ROWS: gl.constexpr = q.shape[0]
+    dtype: gl.constexpr = q.dtype
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     BLOCK_D: gl.constexpr = q.shape[1]
     BLOCK_DV: gl.constexpr = acc.shape[1]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    for i in range(begin, stop):
-        slot = (done + i) % STAGES
-        mbarrier.wait(k_ready.index(slot), ((done + i) // STAGES) & 1)
+    full_begin, full_end = full
+    for i in range(1, count):
+        slot, filled = _slot(done + i, STAGES)
+        mbarrier.wait(k_ready.index(slot), filled)
         k = k_buffers.index(slot).reshape((BLOCK_N, BLOCK_D))
         score = gl.zeros((HALF_ROWS, BLOCK_N), gl.float32, score_layout)
         score_token = warpgroup_mma(q, k.permute((1, 0)), score, use_acc=False, is_async=True)
-        before = (done + i - 1) % STAGES
-        mbarrier.wait(v_ready.index(before), ((done + i - 1) // STAGES) & 1)
+        before, filled = _slot(done + i - 1, STAGES)
+        mbarrier.wait(v_ready.index(before), filled)
         v = v_buffers.index(before).reshape((BLOCK_N, BLOCK_DV))
+        p = _unpack(packed, dtype, p_layout)
         acc_token = warpgroup_mma(p, v, acc, is_async=True)
         score = warpgroup_mma_wait(1, deps=(score_token,))
-        mbarrier.arrive(k_free.index(slot), count=1)
         if SOFTCAP:
             score = tanh(score * softcap_in)
-        if MASKED:
+        if (i < full_begin) | (i >= full_end):
             score = _masked(score, first + i * BLOCK_N, position, limits, CAUSAL, LEFT, RIGHT)
         due = (first_block + i) * BLOCK_N >= split_end
         m_split = m
         lanes_split = lanes
-        m, weights, alpha = softmax_step(gl.where(due, float("-inf"), m), score, unit)
+        m, weights, alpha = softmax_step(gl.where(due, float("-inf"), m), _highest(score), score, unit)
         lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, lanes.type.layout))
         lanes = _at_once(add_weights(gl.where(due, 0.0, lanes), lane_alpha, weights))
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))
         acc, _ = warpgroup_mma_wait(0, deps=(acc_token, p))
-        mbarrier.arrive(v_free.index(before), count=1)
+        mbarrier.arrive(free.index(slot), count=1)
         if due:
             row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
             m_total, weight_total, acc_total = fold_split(
@@ -237,9 +280,10 @@ def _steps(
             )
             acc = gl.zeros_like(acc)
             split_end = split_begin(split_of((first_block + i) * BLOCK_N, SPLITS) + 1, SPLITS)
-        acc = acc * alpha[:, None]
-        p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    return m, lanes, acc, p, m_total, weight_total, acc_total, split_end
+        else:
+            acc = acc * alpha[:, None]
+        packed = _pack(weights, dtype)
+    return m, lanes, acc, packed, m_total, weight_total, acc_total, split_end
 
 
 @gluon.jit
@@ -293,7 +337,7 @@ def _attend_tile(
     _, _, kv_heads, _, _, _, window_left, window_right = problem
     unit, softcap_in = units
     k_buffers, v_buffers = buffers
-    k_ready, k_free, v_ready, v_free = barriers
+    k_ready, v_ready, free = barriers
 
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -340,39 +384,27 @@ def _attend_tile(
     acc_total = gl.zeros((HALF_ROWS, VALUE_DIM), gl.float32, out_layout)
     split_end = split_begin(split_of(first_block * BLOCK_N, SPLITS) + 1, SPLITS)
     if count > 0:
-        slot = done % STAGES
-        mbarrier.wait(k_ready.index(slot), (done // STAGES) & 1)
+        slot, filled = _slot(done, STAGES)
+        mbarrier.wait(k_ready.index(slot), filled)
         k = k_buffers.index(slot).reshape((BLOCK_N, HEAD_DIM))
         score = gl.zeros((HALF_ROWS, BLOCK_N), gl.float32, score_layout)
         score = warpgroup_mma(q_buffer, k.permute((1, 0)), score, use_acc=False)
-        mbarrier.arrive(k_free.index(slot), count=1)
+        mbarrier.arrive(free.index(slot), count=1)
         if SOFTCAP:
             score = tanh(score * softcap_in)
         if (full_begin > 0) | (full_end < 1):
             score = _masked(score, first, position, limits, CAUSAL, LEFT, RIGHT)
-        m, weights, alpha = softmax_step(m, score, unit)
+        m, weights, alpha = softmax_step(m, _highest(score), score, unit)
         lanes = add_weights(lanes, gl.convert_layout(alpha, gl.SliceLayout(1, lanes.type.layout)), weights)
-        p = gl.convert_layout(weights.to(dtype), p_layout)
+        packed = _pack(weights, dtype)
         full_end = gl.maximum(full_end, 1)
         full_begin = gl.minimum(gl.maximum(full_begin, 1), full_end)
-        state = (m, lanes, acc, p, m_total, weight_total, acc_total, split_end)
-        fixed = (done, first, first_block, position, limits, units)
-        if LEFT:  # without a window only the first block can begin before the keys do
-            state = _steps(
-                q_buffer, buffers, barriers, state, 1, full_begin, *fixed, True, FLAGS, SPLITS, STAGES, BLOCK_N
-            )
-        else:
-            full_begin = gl.to_tensor(1)
-        state = _steps(
-            q_buffer, buffers, barriers, state, full_begin, full_end, *fixed, False, FLAGS, SPLITS, STAGES, BLOCK_N
-        )
-        state = _steps(
-            q_buffer, buffers, barriers, state, full_end, count, *fixed, True, FLAGS, SPLITS, STAGES, BLOCK_N
-        )
-        m, lanes, acc, p, m_total, weight_total, acc_total, split_end = state
-        last = done + count - 1
-        slot = last % STAGES
-        mbarrier.wait(v_ready.index(slot), (last // STAGES) & 1)
+        state = (m, lanes, acc, packed, m_total, weight_total, acc_total, split_end)
+        fixed = (done, first, first_block, position, limits, (full_begin, full_end), units)
+        state = _steps(q_buffer, buffers, barriers, state, count, *fixed, FLAGS, SPLITS, STAGES, BLOCK_N)
+        m, lanes, acc, packed, m_total, weight_total, acc_total, split_end = state
+        slot, filled = _slot(done + count - 1, STAGES)
+        mbarrier.wait(v_ready.index(slot), filled)
         v = v_buffers.index(slot).reshape((BLOCK_N, VALUE_DIM))
         real = end - (first + (count - 1) * BLOCK_N)
         if real < BLOCK_N:
@@ -381,8 +413,7 @@ def _attend_tile(
             values = v.load(value_rows)
             v.store(gl.where(there[:, None], values, gl.zeros_like(values)))
             fence_async_shared()
-        acc = warpgroup_mma(p, v, acc)
-        mbarrier.arrive(v_free.index(slot), count=1)
+        acc = warpgroup_mma(_unpack(packed, dtype, p_layout), v, acc)
 
     weight = _weight(lanes, out_rows)
     m_total, weight_total, acc_total = fold_split(
@@ -464,14 +495,12 @@ def hopper_attention_kernel(
     # All of them are in use until the last tile: the memory of a barrier that is not is given to other data, and a GPU
     # that stops this kernel for another process was seen to change it there.
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
+        mbarrier.init(free.index(i), count=2)
     fence_async_shared()
 
     # gl.to_tensor: integers that are 1 arrive as constants, which cannot be handed to other warps.
@@ -489,7 +518,7 @@ def hopper_attention_kernel(
     )
     units = (gl.to_tensor(unit), gl.to_tensor(softcap_in))
     buffers = (k_buffers, v_buffers)
-    barriers = (k_ready, k_free, v_ready, v_free)
+    barriers = (k_ready, v_ready, free)
     programs = gl.num_programs(0)  # order-free: it deals out whole tiles
     tiles = gl.cdiv(row_tiles * all_heads, programs) * programs
     FLAGS: gl.constexpr = (CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, SINKS, ORIGIN, QUERY_OFFSET, VARLEN, KEY_MASK)

@@ -49,11 +49,11 @@ def lanes_to_weight(lanes):
 
 
 @triton.jit
-def softmax_step(m, score, unit):
-    """Take one KV block's scores (R, N), -inf where masked, worth `unit` log2 units each: new m (R,),
-    p = exp2(score * unit - m) (R, N) and the factor alpha (R,) of what was summed before.
+def softmax_step(m, highest, score, unit):
+    """Take one KV block's scores (R, N), -inf where masked, worth `unit` log2 units each, of which each row's highest
+    is given (R,): new m (R,), p = exp2(score * unit - m) (R, N) and the factor alpha (R,) of what was summed before.
     """
-    m_new = tl.maximum(m, tl.max(score, 1) * unit)
+    m_new = tl.maximum(m, highest * unit)
     base = _finite(m_new)
     return m_new, tl.math.exp2(tl.fma(score, unit, -base[:, None])), tl.math.exp2(m - base)
 
@@ -96,8 +96,9 @@ def finish(m_total, weight_total, acc_total, sink, SINKS: tl.constexpr):
         _, scale, share = merge_scales(m_total, sink)
         weight_total = tl.fma(weight_total, scale, share)
         acc_total = acc_total * scale[:, None]
-    weight = weight_total[:, None]
-    return tl.where(weight == 0.0, 0.0, acc_total / tl.where(weight == 0.0, 1.0, weight))
+    # One reciprocal a row. A weight that is not 0 is at least 1: the division of every element has the same bits.
+    inverse = 1.0 / tl.where(weight_total == 0.0, 1.0, weight_total)
+    return tl.where(weight_total[:, None] == 0.0, 0.0, acc_total * inverse[:, None])
 
 
 @triton.jit
