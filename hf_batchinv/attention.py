@@ -7,6 +7,7 @@ flash-attn kernel package. Each case below differs only in where the pattern and
 import torch
 
 from . import hub
+from .compilation import check_compiler
 from .mask import BatchInvariantMask, visible_and_origin
 from .paged import read_cache, requests_pattern
 
@@ -63,6 +64,8 @@ def batch_invariant_attention(
     Raises ValueError for a module of an unconverted model, dropout in training, output_attentions, sparse indices and
     combinations that have no batch-invariant form.
     """
+    if torch.compiler.is_compiling():
+        check_compiler()
     _check(module, query, dropout, output_attentions, kwargs)
     sinks = _one_of(s_aux, sinks, query)
     if (cache := kwargs.pop("cache", None)) is not None:

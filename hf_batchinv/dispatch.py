@@ -70,7 +70,7 @@ def verdict_of(module: nn.Module) -> Verdict:
 
 def dispatch_compiled(module):
     if type(module).__module__.startswith("torch._dynamo"):
-        return refuse("is compiled; convert the model first and compile it then")
+        return refuse("is compiled; convert the model first, and compile it then if its backend keeps roundings")
 
 
 def dispatch_tensor_parallel(module):

@@ -34,6 +34,10 @@ class UnsupportedModelError(ValueError):
         return f"{self.model} cannot be made batch invariant: {describe(self.problems)}"
 
 
+class UnsupportedCompilerError(RuntimeError):
+    """A converted model was about to be compiled by something that changes bits."""
+
+
 def describe(problems: tuple[Problem, ...]) -> str:
     """Return the problems as one line, equal ones of many layers folded into one entry."""
     folded: dict[tuple[str, str], list[str]] = {}

@@ -313,6 +313,31 @@ def test_compiled_converted_model_equals_eager():
     assert_same_bits(run(compiled), want)
 
 
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead", "fullgraph": True}], ids=str)
+@pytest.mark.parametrize("part", ["", "model.layers.0.mlp", "model.layers.0.self_attn.q_proj", "model.norm"])
+@torch.no_grad()
+def test_inductor_is_refused(part, options):
+    """Whole models and parts; a converted model runs as before afterwards."""
+    model = hf_batchinv.convert(make("llama"))
+    want = run(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.get_submodule(part), **options)
+    refusal = (
+        r"torch\.compile: expected a backend that keeps every rounding \(eager, aot_eager, cudagraphs\) .*inductor"
+    )
+    with pytest.raises(RuntimeError, match=refusal):
+        run(compiled) if part == "" else compiled(torch.randn(2, 3, model.config.hidden_size))
+    assert_same_bits(run(model), want)
+
+
+def test_a_model_that_compiles_itself_with_inductor_is_refused():
+    model = hf_batchinv.convert(make("llama"))
+    torch._dynamo.reset()
+    model.compile()
+    with pytest.raises(RuntimeError, match="call generate with cache_implementation='static'"):
+        run(model)
+
+
 def test_dropout_is_identity_in_eval_and_refused_in_training():
     model = hf_batchinv.convert(make("gpt2"))
     run(model)

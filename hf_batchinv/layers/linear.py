@@ -1,6 +1,9 @@
 """torch.nn.Linear through the batch-invariant GEMM."""
 
+import torch
+
 from .. import hub
+from ..compilation import check_compiler
 
 
 def make_forward(stock: type, options: tuple):
@@ -8,6 +11,8 @@ def make_forward(stock: type, options: tuple):
 
     def forward(self, input):
         """input (..., K), self.weight (N, K), self.bias (N,) or None -> (..., N), in the dtype of the input."""
+        if torch.compiler.is_compiling():
+            check_compiler()
         return linear(input, self.weight, self.bias)
 
     return forward
