@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -20,6 +21,7 @@ from transformers import (
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import hf_batchinv
 from hf_batchinv.mask import BatchInvariantMask, batch_invariant_mask, classify, visible_and_origin
 
 WINDOW = 5
@@ -354,6 +356,58 @@ def test_one_row_serves_any_batch_and_other_sizes_are_refused(padded):
 def test_a_3d_mask_is_refused():
     with pytest.raises(ValueError, match="attention_mask must have 2 dimensions here"):
         batch_invariant_mask(1, 2, 2, attention_mask=torch.ones(1, 2, 2))
+
+
+# --- memory ---
+
+LONG = 8192
+
+
+def _long_padding():
+    padding = torch.ones(2, LONG, dtype=torch.int64)
+    padding[0, :100] = 0
+    return padding
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the most elements that any operator's result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_a_padded_mask_is_not_spread_over_queries_and_keys():
+    with _Largest() as seen:
+        mask = _mask(LONG, LONG, attention_mask=_long_padding()).for_batch(2)
+    assert 0 < seen.elements <= 2 * LONG
+    with seen:
+        mask.dense()
+    assert seen.elements >= 2 * LONG * LONG  # what it would be
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_padded_forward_of_8k_tokens_takes_less_memory_than_such_a_mask():
+    config = LlamaConfig(**DECODER | dict(hidden_size=128, head_dim=64, max_position_embeddings=LONG))
+    padding = _long_padding().cuda()
+    ids = torch.full((2, LONG), 3, device="cuda")
+
+    def peak(model):
+        for _ in range(2):  # the first call compiles and checks
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            model.model(ids, attention_mask=padding, use_cache=False)
+        return torch.cuda.max_memory_allocated() - before
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").cuda().eval()
+    of_a_mask = 2 * LONG * LONG
+    assert peak(model) > of_a_mask  # stock
+    assert peak(hf_batchinv.convert(model)) < of_a_mask / 2
 
 
 @pytest.mark.gpu

@@ -79,6 +79,15 @@ def test_plan_serves_every_call_with_a_listed_tile(module, dtype, capability):
                         assert not split or splits > 1
 
 
+def test_partial_results_take_bounded_memory(module):
+    plan = module("plan")
+    gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True)
+    call = dict(rows=64, heads=90, split_bytes=4 * 130, head_dim=128, value_head_dim=128, dtype=torch.bfloat16)
+    each = 90 * 64 * call["split_bytes"]
+    for splits, apart in ((plan.WORKSPACE_LIMIT // each, True), (plan.WORKSPACE_LIMIT // each + 1, False)):
+        assert plan.attention_tile(**call, splits=splits, plain=True, gpu=gpu)[1] == apart
+
+
 @pytest.mark.parametrize(
     ("capability", "shared_kib", "table"),
     [((10, 0), 227, "ROOMY"), ((12, 0), 99, "DEFAULT"), ((8, 0), 163, "DEFAULT"), ((0, 0), 99, "DEFAULT")],
