@@ -38,7 +38,7 @@ class Compiled:
     """One kernel: the call that wanted it, the launch arguments that tell tiles apart, what it needs and may have.
 
     error: the compiler's words if there is no kernel. operand_widths: neighbouring elements of K that a thread holds of
-    the matrix products' operands, which is part of the order of summation.
+    the matrix products' operands, which is part of the order of summation. loose_arrivals: see that function.
     """
 
     call: str
@@ -50,6 +50,7 @@ class Compiled:
     error: str = ""
     seconds: float = 0.0
     operand_widths: tuple[int, ...] = ()
+    loose_arrivals: int = 0
 
     @property
     def fits(self) -> bool:
@@ -117,7 +118,8 @@ class Recorder:
                 metadata = kernel.metadata
                 columns = getattr(metadata, "tmem_size", None) or 0
                 widths = sorted({int(width) for width in re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])})
-                self._add(function, kwargs, begin, metadata.shared, columns, operand_widths=tuple(widths))
+                loose = loose_arrivals(kernel.asm["ptx"])
+                self._add(function, kwargs, begin, metadata.shared, columns, "", tuple(widths), loose)
             return kernel
 
         driver.set_active(_Driver(self.capability))
@@ -144,14 +146,30 @@ class Recorder:
         tensor_memory: int = 0,
         error: str = "",
         operand_widths: tuple[int, ...] = (),
+        loose: int = 0,
     ) -> None:
         shown = [name for name in kwargs if name in _TILE or name.startswith(("BLOCK_", "TILE_"))]
         tile = " ".join(f"{name}={kwargs[name]}" for name in shown)
         limit = SHARED_KIB[self.capability] * 1024
         seconds = round(time.perf_counter() - begin, 2)
         name = kernel.__name__
-        found = Compiled(self.call, name, tile, shared, limit, tensor_memory, error, seconds, operand_widths)
+        found = Compiled(self.call, name, tile, shared, limit, tensor_memory, error, seconds, operand_widths, loose)
         self.compiled.append(found)
+
+
+def loose_arrivals(ptx: str) -> int:
+    """How many arrivals at an mbarrier, which one thread makes for its group of warps, have no barrier of the group
+    behind the last product that was waited for: another warp of the group might still read what is given back.
+    """
+    loose, together = 0, True
+    for line in ptx.splitlines():
+        if "wgmma.mma_async" in line or "wgmma.wait_group" in line:
+            together = False
+        elif "bar.sync" in line:
+            together = True
+        elif "mbarrier.arrive.shared" in line and not together:
+            loose += 1
+    return loose
 
 
 # --- the packages ---

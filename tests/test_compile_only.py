@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_batchinv import hub
+from tests.compile_only import loose_arrivals
 
 SCRIPT = Path(__file__).with_name("compile_only.py")
 # The rest is slow: 8.0 and 8.9 run the tiles of 8.6, which has the least memory; so does 12.0, save for attention's
@@ -53,6 +54,8 @@ def test_every_kernel_compiles_and_its_shared_memory_fits(package, capability):
     # Sixteen bits: pairs. Another width is another order of summation, in tiles that use `mma.sync`.
     halves = [one for one in found if "float32" not in one["call"] and one["operand_widths"] not in ([], [2])]
     assert not halves, [(one["call"], one["tile"], one["operand_widths"]) for one in halves]
+    loose = [one for one in found if one["loose_arrivals"]]
+    assert not loose, [(one["call"], one["kernel"], one["loose_arrivals"]) for one in loose]
     kernels = {one["kernel"] for one in found}
     expected = {
         "linear": {"linear_kernel", "grouped_linear_kernel"},
@@ -67,6 +70,13 @@ def test_every_kernel_compiles_and_its_shared_memory_fits(package, capability):
     assert expected <= kernels, expected - kernels
     if package in ("linear", "flash-attn"):
         assert max(one["shared"] for one in found) > 32 * 1024  # tiles were seen, not only stubs
+
+
+def test_an_arrival_without_a_barrier_is_seen():
+    product, wait = "wgmma.mma_async.sync.aligned.m64n64k16 {};", "wgmma.wait_group.sync.aligned 0;"
+    barrier, arrive = "bar.sync 2, 128;", "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"
+    assert loose_arrivals("\n".join([product, wait, barrier, arrive, product, wait, barrier, arrive])) == 0
+    assert loose_arrivals("\n".join([product, barrier, wait, arrive, product, wait, arrive])) == 2
 
 
 @pytest.mark.parametrize(("package", "tile"), [("linear", "128,256,64,8,4"), ("flash-attn", "128,8,5")])

@@ -96,7 +96,8 @@ def finish(m_total, weight_total, acc_total, sink, SINKS: tl.constexpr):
         _, scale, share = merge_scales(m_total, sink)
         weight_total = tl.fma(weight_total, scale, share)
         acc_total = acc_total * scale[:, None]
-    # One reciprocal a row. A weight that is not 0 is at least 1: the division of every element has the same bits.
+    # One reciprocal a row. For a weight from 2^-126 to 2^126 (it is about 1 or more, or 0) a division of every element
+    # would have the same bits.
     inverse = 1.0 / tl.where(weight_total == 0.0, 1.0, weight_total)
     return tl.where(weight_total[:, None] == 0.0, 0.0, acc_total * inverse[:, None])
 
