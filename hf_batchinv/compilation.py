@@ -7,7 +7,7 @@ run PyTorch's own operators one by one keep the bits.
 
 from .errors import UnsupportedCompilerError
 
-KEEP_BITS = ("eager", "aot_eager", "cudagraphs")
+KEEP_BITS = ("eager", "aot_eager")
 
 
 def check_compiler() -> None:
@@ -22,14 +22,15 @@ def check_compiler() -> None:
 
     try:
         compiler = InstructionTranslator.current_tx().output.compiler_fn
-    except AttributeError:  # torch.export and torch.jit trace without a backend
+    except AttributeError:  # nothing compiles: torch.export and torch.jit trace without a backend
         return
     compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
     name = getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", str(compiler))
+    if name in KEEP_BITS:
+        return
     function = getattr(compiler, "compiler_fn", compiler)
-    known = name in torch._dynamo.list_backends(exclude_tags=()) or name == "inductor"
-    inductor = (getattr(function, "__module__", None) or "").startswith("torch._inductor")
-    if name not in KEEP_BITS and (known or inductor):
+    inductor = name == "inductor" or (getattr(function, "__module__", None) or "").startswith("torch._inductor")
+    if inductor or name in torch._dynamo.list_backends(exclude_tags=()):
         raise UnsupportedCompilerError(
             f"torch.compile: expected a backend that keeps every rounding ({', '.join(KEEP_BITS)}) for a converted "
             f"model, got {name}; call generate with cache_implementation='static' for fast decoding, which records "
