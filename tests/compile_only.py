@@ -118,8 +118,8 @@ class Recorder:
                 metadata = kernel.metadata
                 columns = getattr(metadata, "tmem_size", None) or 0
                 widths = sorted({int(width) for width in re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])})
-                loose = loose_arrivals(kernel.asm["ptx"])
-                self._add(function, kwargs, begin, metadata.shared, columns, "", tuple(widths), loose)
+                order = dict(operand_widths=tuple(widths), loose=loose_arrivals(kernel.asm["ptx"]))
+                self._add(function, kwargs, begin, metadata.shared, columns, **order)
             return kernel
 
         driver.set_active(_Driver(self.capability))

@@ -71,9 +71,8 @@ class Comparison:
                     progress(side.name)
                     self._take_turn(setting, side, calls=TURNS * CALLS_A_TURN // turns)
                     if setting.profiled and turn == 0:
-                        call = self._call_of(setting, side.name)
-                        profiles.append({"what": str(setting), "side": side.name})
-                        profiles[-1] |= profiling.profile(call, setting, self.clock)
+                        found = profiling.profile(self._call_of(setting, side.name), setting, self.clock)
+                        profiles.append({"what": str(setting), "side": side.name} | found)
                 if all(side.enough for side in known):
                     break
         finally:
