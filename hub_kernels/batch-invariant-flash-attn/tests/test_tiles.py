@@ -36,6 +36,25 @@ def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits
             assert_same_bits(got, want, f"{tile}, split {split}")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_heads_that_do_not_fill_half_a_tile(module, assert_same_bits, head_dim):
+    """Seven heads to a KV head, or queries at odd addresses: no descriptor can bring them to the Hopper kernel."""
+    launch, plan = module("_launch"), module("plan")
+    shape = dict(head_dim=head_dim, value_head_dim=head_dim, dtype=torch.bfloat16)
+    tiles = plan.all_tiles(**shape, gpu=launch.gpu_of(torch.device("cuda", 0)))
+    plain = dict(causal=True, scale=0.1, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    plain |= dict(mask=None, key_mask=None, origin=None, query_offset=None)
+    for group, odd in ((7, 0), (4, 1)):
+        states = torch.randn(2, 700, group + 2, head_dim + odd, device="cuda", dtype=torch.bfloat16)
+        query, key, value = states[..., :head_dim].transpose(1, 2).split((group, 1, 1), dim=1)
+        key, value = key.contiguous(), value.contiguous()
+        want = launch.launch_attention(query, key, value, **plain, tile=tiles[0], split=False)
+        for tile in tiles[1:]:
+            got = launch.launch_attention(query, key, value, **plain, tile=tile, split=False)
+            assert_same_bits(got, want, f"{group} heads, {tile}")
+
+
 def test_splits_cover_every_position_once_and_start_on_blocks(module):
     contract = module("contract")
     assert contract.split_begin(0) == 0

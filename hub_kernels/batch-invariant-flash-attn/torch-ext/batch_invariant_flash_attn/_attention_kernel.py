@@ -323,11 +323,14 @@ def combine_kernel(
             for s in tl.static_range(BLOCK_S):
                 split = first + s
                 at = slot + split + one
-                m = tl.load(part_state_ptr + at * 2, mask=(split + one) < splits, other=float("-inf"))
-                weight = tl.load(part_state_ptr + at * 2 + 1, mask=(split + one) < splits, other=0.0)
-                # An empty split wrote no output: leave its memory alone.
-                filled = (m > float("-inf"))[:, None] & (dv < VALUE_DIM)[None, :]
-                acc = tl.load(part_out_ptr + at[:, None] * VALUE_DIM + dv[None, :], mask=filled, other=0.0)
+                there = (split + one) < splits
+                m = tl.load(part_state_ptr + at * 2, mask=there, other=float("-inf"))
+                weight = tl.load(part_state_ptr + at * 2 + 1, mask=there, other=0.0)
+                columns = there[:, None] & (dv < VALUE_DIM)[None, :]
+                acc = tl.load(part_out_ptr + at[:, None] * VALUE_DIM + dv[None, :], mask=columns, other=0.0)
+                # An empty split wrote no output, so anything may be there. Not in the load's mask, which would make it
+                # wait for m.
+                acc = tl.where((m > float("-inf"))[:, None], acc, 0.0)
                 m_total, weight_total, acc_total = fold_split(m_total, weight_total, acc_total, m, weight, acc)
         sink = tl.load(sinks_ptr + head + one) if SINKS else m_total
         result = finish(m_total, weight_total, acc_total, sink, SINKS)

@@ -18,14 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ._blocks import key_range, split_begin, split_of
 from ._softmax_step import LANES, add_weights, finish, fold_split, lane_sums, softmax_step, tanh
 
-# Rows of a tile, half of them for each group of warps.
+# Rows of a tile, and of them those of each group of warps.
 ROWS = gl.constexpr(128)
+HALF_ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def _slot(block, STAGES: gl.constexpr):
+def _slot(block):
     """The buffer of a block, counted over all tiles from 0, and the parity of how often it was filled before."""
-    gl.static_assert(STAGES == 2)
     return block & 1, (block >> 1) & 1
 
 
@@ -61,10 +61,13 @@ def _sequence(tensors, problem, batch, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(number, tensors, problem, FLAGS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
+def _tile(number, tensors, problem, sizes: gl.constexpr):
     """Row tile `number` of the launch: its sequence, and the keys that any of its rows can see as blocks counted from
     the origin (first, end) and as a last key position.
     """
+    FLAGS: gl.constexpr = sizes[0]
+    GROUP: gl.constexpr = sizes[2]
+    BLOCK_N: gl.constexpr = sizes[5]
     CAUSAL: gl.constexpr = FLAGS[0]
     LEFT: gl.constexpr = FLAGS[1]
     RIGHT: gl.constexpr = FLAGS[2]
@@ -95,51 +98,71 @@ def _tile(number, tensors, problem, FLAGS: gl.constexpr, GROUP: gl.constexpr, BL
 
 
 @gluon.jit
-def _load_blocks(descs, tensors, problem, buffers, barriers, tiles, sizes: gl.constexpr):
-    """The loading warp: keys and values of all blocks of all tiles, as buffers come free.
+def _load_blocks(descs, tensors, problem, q_buffers, buffers, barriers, tiles, sizes: gl.constexpr):
+    """The loading warp: queries of all tiles, keys and values of all of their blocks, as buffers come free.
 
     One barrier says that a block's keys and the values of the block before it are used.
     """
-    FLAGS: gl.constexpr = sizes[0]
-    STAGES: gl.constexpr = sizes[2]
-    GROUP: gl.constexpr = sizes[3]
-    BLOCK_N: gl.constexpr = sizes[6]
-    key_desc, value_desc = descs
+    GROUP: gl.constexpr = sizes[2]
+    BLOCK_N: gl.constexpr = sizes[5]
+    QUERY_TMA: gl.constexpr = sizes[6]
+    query_desc, key_desc, value_desc = descs
     k_buffers, v_buffers = buffers
-    k_ready, v_ready, free = barriers
+    k_ready, v_ready, free, q_ready, q_free = barriers
     loaded = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):  # order-free: whole tiles
-        _, kv_head, sequence, _, _, first_block, blocks = _tile(number, tensors, problem, FLAGS, GROUP, BLOCK_N)
-        batch, _, key_row, _, _, origin, _ = sequence
-        for i in range(blocks):
-            slot, filled = _slot(loaded, STAGES)
-            at = key_row + origin + (first_block + i) * BLOCK_N
-            mbarrier.wait(free.index(slot), filled ^ 1)
-            mbarrier.expect(k_ready.index(slot), key_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                key_desc, [batch, kv_head, at, 0], k_ready.index(slot), k_buffers.index(slot)
-            )
-            after, filled = _slot(loaded + 1, STAGES)
-            mbarrier.wait(free.index(after), filled ^ 1)
-            mbarrier.expect(v_ready.index(slot), value_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                value_desc, [batch, kv_head, at, 0], v_ready.index(slot), v_buffers.index(slot)
-            )
-            loaded += 1
+        tile, kv_head, sequence, _, _, first_block, blocks = _tile(number, tensors, problem, sizes)
+        batch, query_row, key_row, _, _, origin, _ = sequence
+        for half in gl.static_range(2):
+            mbarrier.wait(q_free.index(half), (turn & 1) ^ 1)
+            if QUERY_TMA:
+                at = query_row + (tile * ROWS + half * HALF_ROWS) // GROUP
+                mbarrier.expect(q_ready.index(half), query_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    query_desc, [batch, kv_head, at, 0, 0], q_ready.index(half), q_buffers.index(half)
+                )
+        turn += 1
+        at = key_row + origin + first_block * BLOCK_N
+        for i in range(blocks + 1):
+            # The keys of block i, and the values of the one before it.
+            if i < blocks:
+                slot, filled = _slot(loaded + i)
+                mbarrier.wait(free.index(slot), filled ^ 1)
+                mbarrier.expect(k_ready.index(slot), key_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    key_desc, [batch, kv_head, at + i * BLOCK_N, 0], k_ready.index(slot), k_buffers.index(slot)
+                )
+            if i > 0:
+                # Its buffer held the values of two blocks before it, which are used when the block before it is.
+                block = loaded + i - 1
+                if block > 0:
+                    before, filled = _slot(block - 1)
+                    mbarrier.wait(free.index(before), filled)
+                slot = block & 1
+                mbarrier.expect(v_ready.index(slot), value_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    value_desc, [batch, kv_head, at + (i - 1) * BLOCK_N, 0], v_ready.index(slot), v_buffers.index(slot)
+                )
+        loaded += blocks
 
 
 @gluon.jit
-def _masked(score, first, position, limits, CAUSAL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def _masked(score, first, position, limits, FLAGS: gl.constexpr):
     """score (R, N) of the keys from `first` on, -inf where hidden."""
     end, window_left, window_right = limits
-    j = first + gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, score.type.layout))
-    visible = ((j >= 0) & (j < end))[None, :]
-    if CAUSAL:
-        visible = visible & (j[None, :] <= position[:, None])
-    if LEFT:
-        visible = visible & (j[None, :] >= position[:, None] - window_left)
-    if RIGHT:
-        visible = visible & (j[None, :] <= position[:, None] + window_right)
+    column = gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, score.type.layout))[None, :]
+    until = gl.zeros_like(position) + (end - first)
+    if FLAGS[0]:
+        until = gl.minimum(until, position + (1 - first))
+    if FLAGS[2]:
+        until = gl.minimum(until, position + (window_right + 1 - first))
+    visible = column < until[:, None]
+    if FLAGS[1] | FLAGS[5]:  # an origin may lie in front of the keys
+        since = gl.zeros_like(position) - first
+        if FLAGS[1]:
+            since = gl.maximum(since, position - (window_left + first))
+        visible = visible & (column >= since[:, None])
     return gl.where(visible, score, float("-inf"))
 
 
@@ -175,6 +198,14 @@ def _at_once(x):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def _place_at_once(place):
+    """`_at_once` for what `_tile` gives (a sum of its numbers is never that negative)."""
+    tile, kv_head, _, low, end, first_block, blocks = place
+    _at_once((tile + kv_head + low + end + first_block + blocks).to(gl.float32, bitcast=True))
+    return place
 
 
 @gluon.jit
@@ -221,22 +252,17 @@ def _steps(
     units,
     FLAGS: gl.constexpr,
     SPLITS: gl.constexpr,
-    STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
     """Scores of blocks 1 ... count - 1 of the tile, values of the blocks before them; `done` blocks came before.
 
     full: the blocks (first, end) that every row sees whole.
     """
-    CAUSAL: gl.constexpr = FLAGS[0]
-    LEFT: gl.constexpr = FLAGS[1]
-    RIGHT: gl.constexpr = FLAGS[2]
     SOFTCAP: gl.constexpr = FLAGS[3]
     k_buffers, v_buffers = buffers
-    k_ready, v_ready, free = barriers
+    k_ready, v_ready, free = barriers[0], barriers[1], barriers[2]
     unit, softcap_in = units
     m, lanes, acc, packed, m_total, weight_total, acc_total, split_end = state
-    HALF_ROWS: gl.constexpr = q.shape[0]
     dtype: gl.constexpr = q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     BLOCK_D: gl.constexpr = q.shape[1]
@@ -244,12 +270,12 @@ def _steps(
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     full_begin, full_end = full
     for i in range(1, count):
-        slot, filled = _slot(done + i, STAGES)
+        slot, filled = _slot(done + i)
         mbarrier.wait(k_ready.index(slot), filled)
         k = k_buffers.index(slot).reshape((BLOCK_N, BLOCK_D))
         score = gl.zeros((HALF_ROWS, BLOCK_N), gl.float32, score_layout)
         score_token = warpgroup_mma(q, k.permute((1, 0)), score, use_acc=False, is_async=True)
-        before, filled = _slot(done + i - 1, STAGES)
+        before, filled = _slot(done + i - 1)
         mbarrier.wait(v_ready.index(before), filled)
         v = v_buffers.index(before).reshape((BLOCK_N, BLOCK_DV))
         p = _unpack(packed, dtype, p_layout)
@@ -258,7 +284,7 @@ def _steps(
         if SOFTCAP:
             score = tanh(score * softcap_in)
         if (i < full_begin) | (i >= full_end):
-            score = _masked(score, first + i * BLOCK_N, position, limits, CAUSAL, LEFT, RIGHT)
+            score = _masked(score, first + i * BLOCK_N, position, limits, FLAGS)
         due = (first_block + i) * BLOCK_N >= split_end
         m_split = m
         lanes_split = lanes
@@ -291,21 +317,35 @@ def _attend(
     tensors, strides, problem, units, q_buffers, buffers, barriers, tiles, HALF: gl.constexpr, sizes: gl.constexpr
 ):
     """Four warps: one half of the rows of each tile over all of its blocks."""
-    FLAGS: gl.constexpr = sizes[0]
-    GROUP: gl.constexpr = sizes[3]
-    BLOCK_N: gl.constexpr = sizes[6]
     done = gl.to_tensor(0)
-    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):  # order-free: whole tiles
-        place = _tile(number, tensors, problem, FLAGS, GROUP, BLOCK_N)
-        _attend_tile(
-            place, tensors, strides, problem, units, q_buffers.index(HALF), buffers, barriers, done, HALF, sizes
+    turn = gl.to_tensor(0)
+    place = _tile(gl.program_id(0), tensors, problem, sizes)
+    programs = gl.num_programs(0)  # order-free: it deals out whole tiles
+    for number in range(gl.program_id(0), tiles, programs):
+        blocks = place[6]
+        place = _attend_tile(
+            place,
+            number + programs,
+            tensors,
+            strides,
+            problem,
+            units,
+            q_buffers.index(HALF),
+            buffers,
+            barriers,
+            done,
+            turn,
+            HALF,
+            sizes,
         )
-        done += place[6]
+        done += blocks
+        turn += 1
 
 
 @gluon.jit
 def _attend_tile(
     place,
+    following,
     tensors,
     strides,
     problem,
@@ -314,22 +354,23 @@ def _attend_tile(
     buffers,
     barriers,
     done,
+    turn,
     HALF: gl.constexpr,
     sizes: gl.constexpr,
 ):
+    """The tile at `place`; the place of the tile `following`, which is worked out while products are under way."""
     FLAGS: gl.constexpr = sizes[0]
     SPLITS: gl.constexpr = sizes[1]
-    STAGES: gl.constexpr = sizes[2]
-    GROUP: gl.constexpr = sizes[3]
-    HEAD_DIM: gl.constexpr = sizes[4]
-    VALUE_DIM: gl.constexpr = sizes[5]
-    BLOCK_N: gl.constexpr = sizes[6]
+    GROUP: gl.constexpr = sizes[2]
+    HEAD_DIM: gl.constexpr = sizes[3]
+    VALUE_DIM: gl.constexpr = sizes[4]
+    BLOCK_N: gl.constexpr = sizes[5]
+    QUERY_TMA: gl.constexpr = sizes[6]
     CAUSAL: gl.constexpr = FLAGS[0]
     LEFT: gl.constexpr = FLAGS[1]
     RIGHT: gl.constexpr = FLAGS[2]
     SOFTCAP: gl.constexpr = FLAGS[3]
     SINKS: gl.constexpr = FLAGS[4]
-    HALF_ROWS: gl.constexpr = ROWS // 2
     query_ptr, out_ptr, sinks_ptr, _, _, _, _, _ = tensors
     stride_qb, stride_qh, stride_qm = strides
     tile, kv_head, sequence, low, end, first_block, count = place
@@ -337,7 +378,7 @@ def _attend_tile(
     _, _, kv_heads, _, _, _, window_left, window_right = problem
     unit, softcap_in = units
     k_buffers, v_buffers = buffers
-    k_ready, v_ready, free = barriers
+    k_ready, v_ready, free, q_ready, q_free = barriers
 
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -351,13 +392,16 @@ def _attend_tile(
 
     # The tile's rows are (query, head of the group) pairs.
     tile_row = tile * ROWS + HALF * HALF_ROWS
-    rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, query_rows))
-    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, query_rows))
-    q_ptrs = query_ptr + batch.to(gl.int64) * stride_qb + query_row.to(gl.int64) * stride_qm
-    offsets = (kv_head * GROUP + rows % GROUP).to(gl.int64) * stride_qh + (rows // GROUP).to(gl.int64) * stride_qm
-    q = gl.load(q_ptrs + offsets[:, None] + d[None, :], mask=(rows // GROUP < q_len)[:, None], other=0.0)
-    q_buffer.store(q)
-    fence_async_shared()
+    queries = q_buffer.reshape((HALF_ROWS, HEAD_DIM))
+    if not QUERY_TMA:
+        rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, query_rows))
+        d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, query_rows))
+        q_ptrs = query_ptr + batch.to(gl.int64) * stride_qb + query_row.to(gl.int64) * stride_qm
+        offsets = (kv_head * GROUP + rows % GROUP).to(gl.int64) * stride_qh + (rows // GROUP).to(gl.int64) * stride_qm
+        q = gl.load(q_ptrs + offsets[:, None] + d[None, :], mask=(rows // GROUP < q_len)[:, None], other=0.0)
+        queries.store(q)
+        fence_async_shared()
+        mbarrier.arrive(q_ready.index(HALF), count=1)
 
     # Blocks in the middle are seen whole by every row, counted from the tile's first block.
     first = origin + first_block * BLOCK_N
@@ -383,17 +427,18 @@ def _attend_tile(
     weight_total = gl.zeros((HALF_ROWS,), gl.float32, out_rows)
     acc_total = gl.zeros((HALF_ROWS, VALUE_DIM), gl.float32, out_layout)
     split_end = split_begin(split_of(first_block * BLOCK_N, SPLITS) + 1, SPLITS)
+    mbarrier.wait(q_ready.index(HALF), turn & 1)
     if count > 0:
-        slot, filled = _slot(done, STAGES)
+        slot, filled = _slot(done)
         mbarrier.wait(k_ready.index(slot), filled)
         k = k_buffers.index(slot).reshape((BLOCK_N, HEAD_DIM))
         score = gl.zeros((HALF_ROWS, BLOCK_N), gl.float32, score_layout)
-        score = warpgroup_mma(q_buffer, k.permute((1, 0)), score, use_acc=False)
+        score = warpgroup_mma(queries, k.permute((1, 0)), score, use_acc=False)
         mbarrier.arrive(free.index(slot), count=1)
         if SOFTCAP:
             score = tanh(score * softcap_in)
         if (full_begin > 0) | (full_end < 1):
-            score = _masked(score, first, position, limits, CAUSAL, LEFT, RIGHT)
+            score = _masked(score, first, position, limits, FLAGS)
         m, weights, alpha = softmax_step(m, _highest(score), score, unit)
         lanes = add_weights(lanes, gl.convert_layout(alpha, gl.SliceLayout(1, lanes.type.layout)), weights)
         packed = _pack(weights, dtype)
@@ -401,9 +446,10 @@ def _attend_tile(
         full_begin = gl.minimum(gl.maximum(full_begin, 1), full_end)
         state = (m, lanes, acc, packed, m_total, weight_total, acc_total, split_end)
         fixed = (done, first, first_block, position, limits, (full_begin, full_end), units)
-        state = _steps(q_buffer, buffers, barriers, state, count, *fixed, FLAGS, SPLITS, STAGES, BLOCK_N)
+        state = _steps(queries, buffers, barriers, state, count, *fixed, FLAGS, SPLITS, BLOCK_N)
         m, lanes, acc, packed, m_total, weight_total, acc_total, split_end = state
-        slot, filled = _slot(done + count - 1, STAGES)
+        mbarrier.arrive(q_free.index(HALF), count=1)
+        slot, filled = _slot(done + count - 1)
         mbarrier.wait(v_ready.index(slot), filled)
         v = v_buffers.index(slot).reshape((BLOCK_N, VALUE_DIM))
         real = end - (first + (count - 1) * BLOCK_N)
@@ -413,7 +459,13 @@ def _attend_tile(
             values = v.load(value_rows)
             v.store(gl.where(there[:, None], values, gl.zeros_like(values)))
             fence_async_shared()
-        acc = warpgroup_mma(_unpack(packed, dtype, p_layout), v, acc)
+        p = _unpack(packed, dtype, p_layout)
+        acc_token = warpgroup_mma(p, v, acc, is_async=True)
+        place = _place_at_once(_tile(following, tensors, problem, sizes))
+        acc = warpgroup_mma_wait(0, deps=(acc_token, p))[0]
+    else:
+        mbarrier.arrive(q_free.index(HALF), count=1)
+        place = _tile(following, tensors, problem, sizes)
 
     weight = _weight(lanes, out_rows)
     m_total, weight_total, acc_total = fold_split(
@@ -431,6 +483,7 @@ def _attend_tile(
     offsets = (out_row * heads + kv_head * GROUP + rows % GROUP) * VALUE_DIM
     result = gl.convert_layout(result, value_rows)
     gl.store(out_ptr + offsets[:, None] + dv[None, :], result, mask=(rows // GROUP < q_len)[:, None])
+    return place
 
 
 # Sizes that change from call to call are not specialised: one compilation serves every length.
@@ -448,6 +501,7 @@ def _attend_tile(
 )
 def hopper_attention_kernel(
     query_ptr,  # (B, Hq, Q, D), or (T, Hq, D) as (1, Hq, T, D) if VARLEN
+    query_desc,  # the same as (B, Hkv, Q, GROUP, D); None where half a tile is not a whole number of queries
     key_desc,  # (B, Hkv, KV, D)
     value_desc,  # (B, Hkv, KV, Dv)
     out_ptr,  # (B, Q, Hq, Dv) contiguous
@@ -481,26 +535,33 @@ def hopper_attention_kernel(
     VARLEN: gl.constexpr,
     KEY_MASK: gl.constexpr,
     SPLITS: gl.constexpr,  # contract.SPLIT_STRETCHES
-    STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = key_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = key_desc.block_type.shape[3]
     VALUE_DIM: gl.constexpr = value_desc.block_type.shape[3]
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], key_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], value_desc.layout)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, HEAD_DIM], dtype)
-    q_buffers = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_DIM], q_layout)
+    QUERY_TMA: gl.constexpr = query_desc is not None
+    k_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, HEAD_DIM], key_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, VALUE_DIM], value_desc.layout)
+    if QUERY_TMA:
+        q_buffers = gl.allocate_shared_memory(dtype, [2] + query_desc.block_type.shape, query_desc.layout)
+    else:
+        q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_ROWS, HEAD_DIM], dtype)
+        q_buffers = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, HEAD_DIM], q_layout)
     # All of them are in use until the last tile: the memory of a barrier that is not is given to other data, and a GPU
     # that stops this kernel for another process was seen to change it there.
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=1)
     fence_async_shared()
 
     # gl.to_tensor: integers that are 1 arrive as constants, which cannot be handed to other warps.
@@ -518,16 +579,17 @@ def hopper_attention_kernel(
     )
     units = (gl.to_tensor(unit), gl.to_tensor(softcap_in))
     buffers = (k_buffers, v_buffers)
-    barriers = (k_ready, v_ready, free)
+    barriers = (k_ready, v_ready, free, q_ready, q_free)
+    descs = (query_desc, key_desc, value_desc)
     programs = gl.num_programs(0)  # order-free: it deals out whole tiles
     tiles = gl.cdiv(row_tiles * all_heads, programs) * programs
     FLAGS: gl.constexpr = (CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, SINKS, ORIGIN, QUERY_OFFSET, VARLEN, KEY_MASK)
-    sizes: gl.constexpr = (FLAGS, SPLITS, STAGES, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_N)
+    sizes: gl.constexpr = (FLAGS, SPLITS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_N, QUERY_TMA)
     gl.warp_specialize(
         [
             (_attend, (tensors, strides, problem, units, q_buffers, buffers, barriers, tiles, 0, sizes)),
             (_attend, (tensors, strides, problem, units, q_buffers, buffers, barriers, tiles, 1, sizes)),
-            (_load_blocks, ((key_desc, value_desc), tensors, problem, buffers, barriers, tiles, sizes)),
+            (_load_blocks, (descs, tensors, problem, q_buffers, buffers, barriers, tiles, sizes)),
         ],
         [4, 1],
         [240, 24],

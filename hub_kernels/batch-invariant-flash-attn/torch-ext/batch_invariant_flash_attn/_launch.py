@@ -57,11 +57,27 @@ def _descriptor_of(tensor: torch.Tensor, rows: int) -> Callable[[torch.Tensor], 
 
 def _hopper_descriptor_of(tensor: torch.Tensor, rows: int) -> Callable:
     """As `_descriptor_of`, for the Hopper kernel."""
+    return _gluon_descriptor_of(list(tensor.shape), _strides(tensor), [1, 1, rows, tensor.shape[-1]], tensor.dtype)
+
+
+def _query_descriptor_of(query: torch.Tensor, group: int, rows: int) -> Callable:
+    """Makes descriptors of tensors laid out like query (B, Hq, Q, D) for `rows` pairs of a query and one of the `group`
+    heads that share a KV head; None where that is no whole number of queries.
+    """
+    batch, heads, q_len, head_dim = query.shape
+    if rows % group or not _describable(query, head_dim):
+        return lambda query: None
+    stride_b, stride_h, stride_m, _ = _strides(query)
+    shape = [batch, heads // group, q_len, group, head_dim]
+    strides = [stride_b, stride_h * group, stride_m, stride_h, 1]
+    return _gluon_descriptor_of(shape, strides, [1, 1, rows // group, group, head_dim], query.dtype)
+
+
+def _gluon_descriptor_of(shape: list[int], strides: list[int], block: list[int], dtype: torch.dtype) -> Callable:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    shape, strides, block = list(tensor.shape), _strides(tensor), [1, 1, rows, tensor.shape[-1]]
-    layout = NVMMASharedLayout.get_default_for(block, bfloat16 if tensor.dtype == torch.bfloat16 else float16)
+    layout = NVMMASharedLayout.get_default_for(block, bfloat16 if dtype == torch.bfloat16 else float16)
     return lambda tensor: GluonDescriptor(tensor, shape, strides, block, layout)
 
 
@@ -274,10 +290,10 @@ def _prepare(
             (grid,),
             (*numbers, *scales, *window, *query.stride()[:3]),
             **options,
-            STAGES=tile.stages,
             num_warps=4,
             maxnreg=168,
         )
+        query_of = _query_descriptor_of(query, group, tile.rows // 2)
         key_of, value_of = _hopper_descriptor_of(key, kv_block), _hopper_descriptor_of(value, kv_block)
         if key_mask is not None:
             # It takes no key mask but a run of keys; rows with holes are done over, all others end at once.
@@ -305,7 +321,7 @@ def _prepare(
             query, key, value = _dense_last(query), _dense_last(key), _dense_last(value)
             key_mask, sinks = _prepared(key_mask, origin), _dense(sinks)
             rest = (sinks, origin, query_offset, cu_query, cu_key, key_mask)
-            launch(query, key_of(key), value_of(value), out, *rest)
+            launch(query, query_of(query), key_of(key), value_of(value), out, *rest)
             if key_mask is not None:
                 do_holes_over(query, key, value, out, sinks, mask, key_mask, origin, query_offset, cu_query, cu_key)
 
@@ -367,7 +383,7 @@ def _prepare(
             SINKS=sinks is not None,
             VARLEN=varlen,
             PDL=pdl,
-            BLOCK_S=16,
+            BLOCK_S=4 if splits <= 4 else 16,  # loaded at once
             BLOCK_DV=columns,
             num_warps=1,
             **({"launch_pdl": True} if pdl else {}),
