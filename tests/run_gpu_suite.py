@@ -24,7 +24,12 @@ from hf_batchinv.bench.timing import environment  # noqa: E402
 
 # Where the run notes which tests there are, and which of them came to an end: this file is a plugin of it, too.
 COLLECTED, ENDED = "GPU_SUITE_COLLECTED", "GPU_SUITE_ENDED"
-PATHS = ("hub_kernels/batch-invariant-flash-attn/tests/test_tiles.py", "tests", "hub_kernels")
+FIRST = "hub_kernels/batch-invariant-flash-attn/tests/test_tiles.py"
+PATHS = ("tests", "hub_kernels")
+
+
+def pytest_collection_modifyitems(items) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 def pytest_collection_finish(session) -> None:

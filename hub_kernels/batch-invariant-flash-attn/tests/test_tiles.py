@@ -55,6 +55,26 @@ def test_heads_that_do_not_fill_half_a_tile(module, assert_same_bits, head_dim):
             assert_same_bits(got, want, f"{group} heads, {tile}")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(14, 2, 64), (9, 3, 64), (7, 1, 128), (16, 4, 128)], ids=str)
+def test_tiles_without_blocks_hold_nothing_up(module, assert_same_bits, heads):
+    """Rows that see no key, and tiles past the end: the Hopper kernel's warps run ahead of each other there."""
+    launch, head_dim = module("_launch"), heads[-1]
+    query, key = (torch.randn(2, count, 900, head_dim, device="cuda", dtype=torch.bfloat16) for count in heads[:2])
+    value = key.flip(2)
+    call = dict(causal=True, scale=0.1, window_left=-1, window_right=-1, softcap=0.0, sinks=None, mask=None)
+    call |= dict(key_mask=None, query_offset=None)
+    tiles = module("plan").all_tiles(
+        head_dim=head_dim, value_head_dim=head_dim, dtype=torch.bfloat16, gpu=launch.gpu_of(query.device)
+    )
+    for origin in ([0, 0], [899, 600], [0, 850]):
+        call["origin"] = torch.tensor(origin, dtype=torch.int32, device="cuda")
+        want = launch.launch_attention(query, key, value, **call, tile=tiles[0], split=False)
+        for _ in range(100):
+            got = launch.launch_attention(query, key, value, **call, tile=tiles[-1], split=False)
+        assert_same_bits(got, want, str(origin))
+
+
 def test_splits_cover_every_position_once_and_start_on_blocks(module):
     contract = module("contract")
     assert contract.split_begin(0) == 0

@@ -114,9 +114,11 @@ def _load_blocks(descs, tensors, problem, q_buffers, buffers, barriers, tiles, s
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):  # order-free: whole tiles
         tile, kv_head, sequence, _, _, first_block, blocks = _tile(number, tensors, problem, sizes)
         batch, query_row, key_row, _, _, origin, _ = sequence
-        for half in gl.static_range(2):
-            mbarrier.wait(q_free.index(half), (turn & 1) ^ 1)
-            if QUERY_TMA:
+        # Only where it brings queries is a group kept from running ahead over tiles without blocks. Waiting for its
+        # arrival elsewhere could begin when the one after it is there already, which looks as if none were.
+        if QUERY_TMA:
+            for half in gl.static_range(2):
+                mbarrier.wait(q_free.index(half), (turn & 1) ^ 1)
                 at = query_row + (tile * ROWS + half * HALF_ROWS) // GROUP
                 mbarrier.expect(q_ready.index(half), query_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
