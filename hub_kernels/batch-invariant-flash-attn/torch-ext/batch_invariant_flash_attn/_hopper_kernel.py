@@ -152,17 +152,21 @@ def _load_blocks(descs, tensors, problem, q_buffers, buffers, barriers, tiles, s
 @gluon.jit
 def _masked(score, first, position, limits, FLAGS: gl.constexpr):
     """score (R, N) of the keys from `first` on, -inf where hidden."""
+    CAUSAL: gl.constexpr = FLAGS[0]
+    LEFT: gl.constexpr = FLAGS[1]
+    RIGHT: gl.constexpr = FLAGS[2]
+    ORIGIN: gl.constexpr = FLAGS[5]
     end, window_left, window_right = limits
     column = gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, score.type.layout))[None, :]
     until = gl.zeros_like(position) + (end - first)
-    if FLAGS[0]:
+    if CAUSAL:
         until = gl.minimum(until, position + (1 - first))
-    if FLAGS[2]:
+    if RIGHT:
         until = gl.minimum(until, position + (window_right + 1 - first))
     visible = column < until[:, None]
-    if FLAGS[1] | FLAGS[5]:  # an origin may lie in front of the keys
+    if LEFT or ORIGIN:  # an origin may lie in front of the keys
         since = gl.zeros_like(position) - first
-        if FLAGS[1]:
+        if LEFT:
             since = gl.maximum(since, position - (window_left + first))
         visible = visible & (column >= since[:, None])
     return gl.where(visible, score, float("-inf"))

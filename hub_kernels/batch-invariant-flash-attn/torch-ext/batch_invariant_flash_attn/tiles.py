@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """rows: packed (query, head of the group) rows a program holds. hopper: the kernel with a loading warp."""
+    """rows: packed (query, head of the group) rows a program holds. hopper: the kernel with a loading warp, which has
+    two stages.
+    """
 
     rows: int
     warps: int
