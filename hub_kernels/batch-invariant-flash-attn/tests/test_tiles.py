@@ -5,8 +5,17 @@ import torch
 
 HEADS = [(32, 8, 128), (9, 3, 64), (8, 8, 80), (16, 2, 256), (4, 1, 16), (14, 2, 64)]  # query heads, KV heads, head_dim
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# What is added to plain causal attention; each compiles every tile anew, so each is a test.
+# Settings of `launch_attention`: plain causal attention, but for its scale.
+PLAIN = dict(causal=True, window_left=-1, window_right=-1, softcap=0.0)
+PLAIN |= dict.fromkeys(("sinks", "mask", "key_mask", "origin", "query_offset"))
+# What is added to it; each compiles every tile anew, so each is a test.
 CHANGES = {"plain": {}, "window": {"window_left": 300}, "softcap and sinks": {"softcap": 20.0}}
+
+
+def tiles_of(module, head_dim, dtype=torch.bfloat16):
+    """Every tile that may serve such heads on this GPU, the Hopper kernel's (if it has one) last."""
+    gpu = module("_launch").gpu_of(torch.device("cuda", 0))
+    return module("plan").all_tiles(head_dim=head_dim, value_head_dim=head_dim, dtype=dtype, gpu=gpu)
 
 
 @pytest.mark.gpu
@@ -14,7 +23,7 @@ CHANGES = {"plain": {}, "window": {"window_left": 300}, "softcap and sinks": {"s
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits, change, heads, dtype):
-    launch, plan = module("_launch"), module("plan")
+    launch = module("_launch")
     query_heads, kv_heads, head_dim = heads
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -23,14 +32,11 @@ def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits
 
     query, key, value = states(query_heads, 700), states(kv_heads, 1400), states(kv_heads, 1400)
     origin = torch.tensor([0, 37], dtype=torch.int32, device="cuda")
-    shape = dict(head_dim=head_dim, value_head_dim=head_dim, dtype=dtype)
-    plain = dict(causal=True, scale=head_dim**-0.5, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
-    plain |= dict(mask=None, key_mask=None, origin=origin, query_offset=None)
-    call = plain | CHANGES[change]
+    call = PLAIN | dict(scale=head_dim**-0.5, origin=origin) | CHANGES[change]
     if call["softcap"]:
         call["sinks"] = torch.randn(query_heads, device="cuda", generator=generator).to(dtype)
     want = launch.launch_attention(query, key, value, **call)
-    for tile in plan.all_tiles(**shape, gpu=launch.gpu_of(query.device)):
+    for tile in tiles_of(module, head_dim, dtype):
         for split in (False,) if tile.hopper else (False, True):
             got = launch.launch_attention(query, key, value, **call, tile=tile, split=split)
             assert_same_bits(got, want, f"{tile}, split {split}")
@@ -40,18 +46,14 @@ def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_heads_that_do_not_fill_half_a_tile(module, assert_same_bits, head_dim):
     """Seven heads to a KV head, or queries at odd addresses: no descriptor can bring them to the Hopper kernel."""
-    launch, plan = module("_launch"), module("plan")
-    shape = dict(head_dim=head_dim, value_head_dim=head_dim, dtype=torch.bfloat16)
-    tiles = plan.all_tiles(**shape, gpu=launch.gpu_of(torch.device("cuda", 0)))
-    plain = dict(causal=True, scale=0.1, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
-    plain |= dict(mask=None, key_mask=None, origin=None, query_offset=None)
+    launch, tiles, call = module("_launch"), tiles_of(module, head_dim), PLAIN | dict(scale=0.1)
     for group, odd in ((7, 0), (4, 1)):
         states = torch.randn(2, 700, group + 2, head_dim + odd, device="cuda", dtype=torch.bfloat16)
         query, key, value = states[..., :head_dim].transpose(1, 2).split((group, 1, 1), dim=1)
         key, value = key.contiguous(), value.contiguous()
-        want = launch.launch_attention(query, key, value, **plain, tile=tiles[0], split=False)
+        want = launch.launch_attention(query, key, value, **call, tile=tiles[0], split=False)
         for tile in tiles[1:]:
-            got = launch.launch_attention(query, key, value, **plain, tile=tile, split=False)
+            got = launch.launch_attention(query, key, value, **call, tile=tile, split=False)
             assert_same_bits(got, want, f"{group} heads, {tile}")
 
 
@@ -62,13 +64,9 @@ def test_tiles_without_blocks_hold_nothing_up(module, assert_same_bits, heads):
     launch, head_dim = module("_launch"), heads[-1]
     query, key = (torch.randn(2, count, 900, head_dim, device="cuda", dtype=torch.bfloat16) for count in heads[:2])
     value = key.flip(2)
-    call = dict(causal=True, scale=0.1, window_left=-1, window_right=-1, softcap=0.0, sinks=None, mask=None)
-    call |= dict(key_mask=None, query_offset=None)
-    tiles = module("plan").all_tiles(
-        head_dim=head_dim, value_head_dim=head_dim, dtype=torch.bfloat16, gpu=launch.gpu_of(query.device)
-    )
+    tiles = tiles_of(module, head_dim)
     for origin in ([0, 0], [899, 600], [0, 850]):
-        call["origin"] = torch.tensor(origin, dtype=torch.int32, device="cuda")
+        call = PLAIN | dict(scale=0.1, origin=torch.tensor(origin, dtype=torch.int32, device="cuda"))
         want = launch.launch_attention(query, key, value, **call, tile=tiles[0], split=False)
         for _ in range(100):
             got = launch.launch_attention(query, key, value, **call, tile=tiles[-1], split=False)

@@ -74,6 +74,7 @@ def _query_descriptor_of(query: torch.Tensor, group: int, rows: int) -> Callable
 
 
 def _gluon_descriptor_of(shape: list[int], strides: list[int], block: list[int], dtype: torch.dtype) -> Callable:
+    """Makes the Hopper kernel's descriptors, for tiles `block`, of tensors of this shape, strides and dtype."""
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
