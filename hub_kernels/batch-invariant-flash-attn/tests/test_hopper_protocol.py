@@ -62,8 +62,8 @@ class Part:
         return ANY
 
 
-def lists_of(source, blocks, query_tma):
-    """What (loading warp, group, group) of the kernel do for tiles of so many blocks: lists of events."""
+def lists_of(source, blocks, query_tma, rows=128):
+    """What (loading warp, group, group) of the kernel do for tiles of `rows` rows and so many blocks each: events."""
     trace = []
 
     def wait_for_products(left, deps):
@@ -120,7 +120,7 @@ def lists_of(source, blocks, query_tma):
     namespace["_tile"] = tile
     desc = SimpleNamespace(block_type=SimpleNamespace(nbytes=1))
     flags = (True, False, False, False, False, False, False, False, False)
-    sizes = (flags, None, 4 if query_tma else 7, 128, 128, 64, query_tma)
+    sizes = (flags, None, 4 if query_tma else 7, 128, 128, 64, rows, query_tma)
     barriers = tuple(Part(trace, name) for name in COUNTS)
     queries, buffers = Part(trace, "q"), (Part(trace, "k"), Part(trace, "v"))
     query_ptr = SimpleNamespace(dtype=SimpleNamespace(element_ty=None))
@@ -231,10 +231,11 @@ TILES = [
 ]
 
 
+@pytest.mark.parametrize("rows", [128, 64])
 @pytest.mark.parametrize("query_tma", [True, False], ids=["queries loaded", "queries stored"])
-def test_no_order_of_the_warps_stops_or_mixes_up_buffers(query_tma):
+def test_no_order_of_the_warps_stops_or_mixes_up_buffers(query_tma, rows):
     for counts in TILES:
-        assert walk(lists_of(KERNEL.read_text(), counts, query_tma)) > 10 * len(counts), counts
+        assert walk(lists_of(KERNEL.read_text(), counts, query_tma, rows)) > 10 * len(counts), counts
 
 
 PRODUCTS = "        acc, _ = warpgroup_mma_wait(0, deps=(acc_token, p))\n"

@@ -109,8 +109,8 @@ def test_plan_serves_every_call_with_a_listed_tile(module, dtype, capability):
             for total in (1, 8, 64, 1000):
                 for splits in (1, 2, 40):
                     for plain in (False, True):
-                        call = dict(rows=rows, heads=total, splits=splits, split_bytes=4 * value_dim, plain=plain)
-                        tile, split = plan.attention_tile(**call, **shape, gpu=gpu)
+                        call = dict(rows=rows, heads=total, blocks=4 * splits, splits=splits, plain=plain)
+                        tile, split = plan.attention_tile(**call, split_bytes=4 * value_dim, **shape, gpu=gpu)
                         assert tile in plan.all_tiles(**shape, gpu=gpu)
                         assert not (tile.hopper and (split or not plain or capability != (9, 0)))
                         assert not split or splits > 1
@@ -119,7 +119,9 @@ def test_plan_serves_every_call_with_a_listed_tile(module, dtype, capability):
 def test_partial_results_take_bounded_memory(module):
     plan = module("plan")
     gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True)
-    call = dict(rows=64, heads=90, split_bytes=4 * 130, head_dim=128, value_head_dim=128, dtype=torch.bfloat16)
+    call = dict(
+        rows=64, heads=90, blocks=4, split_bytes=4 * 130, head_dim=128, value_head_dim=128, dtype=torch.bfloat16
+    )
     each = 90 * 64 * call["split_bytes"]
     for splits, apart in ((plan.WORKSPACE_LIMIT // each, True), (plan.WORKSPACE_LIMIT // each + 1, False)):
         assert plan.attention_tile(**call, splits=splits, plain=True, gpu=gpu)[1] == apart

@@ -1,4 +1,5 @@
-"""The prefill kernel for Hopper: one warp loads, two groups of four warps multiply, each 64 rows of the tile.
+"""The prefill kernel for Hopper: one warp loads, two groups of four warps multiply, each 64 rows of the tile, or all 64
+rows of it and half of the values' columns (ROWS).
 
 Same contract and, through `_softmax_step`, the same arithmetic as `attention_kernel`; only who waits for what is spelt
 out here. A group overlaps the softmax of one block with the products of its neighbours, and the two groups drift apart
@@ -18,8 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ._blocks import key_range, split_begin, split_of
 from ._softmax_step import LANES, add_weights, finish, fold_split, lane_sums, softmax_step, tanh
 
-# Rows of a tile, and of them those of each group of warps.
-ROWS = gl.constexpr(128)
+# Rows that a group of warps multiplies.
 HALF_ROWS = gl.constexpr(64)
 
 
@@ -68,6 +68,7 @@ def _tile(number, tensors, problem, sizes: gl.constexpr):
     FLAGS: gl.constexpr = sizes[0]
     GROUP: gl.constexpr = sizes[2]
     BLOCK_N: gl.constexpr = sizes[5]
+    ROWS: gl.constexpr = sizes[6]
     CAUSAL: gl.constexpr = FLAGS[0]
     LEFT: gl.constexpr = FLAGS[1]
     RIGHT: gl.constexpr = FLAGS[2]
@@ -105,7 +106,10 @@ def _load_blocks(descs, tensors, problem, q_buffers, buffers, barriers, tiles, s
     """
     GROUP: gl.constexpr = sizes[2]
     BLOCK_N: gl.constexpr = sizes[5]
-    QUERY_TMA: gl.constexpr = sizes[6]
+    ROWS: gl.constexpr = sizes[6]
+    PARTS: gl.constexpr = 2 * HALF_ROWS // ROWS
+    COLUMNS: gl.constexpr = sizes[4] // PARTS
+    QUERY_TMA: gl.constexpr = sizes[7]
     query_desc, key_desc, value_desc = descs
     k_buffers, v_buffers = buffers
     k_ready, v_ready, free, q_ready, q_free = barriers
@@ -119,7 +123,7 @@ def _load_blocks(descs, tensors, problem, q_buffers, buffers, barriers, tiles, s
         if QUERY_TMA:
             for half in gl.static_range(2):
                 mbarrier.wait(q_free.index(half), (turn & 1) ^ 1)
-                at = query_row + (tile * ROWS + half * HALF_ROWS) // GROUP
+                at = query_row + (tile * ROWS + half * (ROWS - HALF_ROWS)) // GROUP
                 mbarrier.expect(q_ready.index(half), query_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
                     query_desc, [batch, kv_head, at, 0, 0], q_ready.index(half), q_buffers.index(half)
@@ -142,10 +146,14 @@ def _load_blocks(descs, tensors, problem, q_buffers, buffers, barriers, tiles, s
                     before, filled = _slot(block - 1)
                     mbarrier.wait(free.index(before), filled)
                 slot = block & 1
-                mbarrier.expect(v_ready.index(slot), value_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    value_desc, [batch, kv_head, at + (i - 1) * BLOCK_N, 0], v_ready.index(slot), v_buffers.index(slot)
-                )
+                mbarrier.expect(v_ready.index(slot), PARTS * value_desc.block_type.nbytes)
+                for part in gl.static_range(PARTS):
+                    tma.async_copy_global_to_shared(
+                        value_desc,
+                        [batch, kv_head, at + (i - 1) * BLOCK_N, part * COLUMNS],
+                        v_ready.index(slot),
+                        v_buffers.index(PARTS * slot + part),
+                    )
         loaded += blocks
 
 
@@ -259,6 +267,8 @@ def _steps(
     FLAGS: gl.constexpr,
     SPLITS: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """Scores of blocks 1 ... count - 1 of the tile, values of the blocks before them; `done` blocks came before.
 
@@ -283,7 +293,7 @@ def _steps(
         score_token = warpgroup_mma(q, k.permute((1, 0)), score, use_acc=False, is_async=True)
         before, filled = _slot(done + i - 1)
         mbarrier.wait(v_ready.index(before), filled)
-        v = v_buffers.index(before).reshape((BLOCK_N, BLOCK_DV))
+        v = v_buffers.index(PARTS * before + PART).reshape((BLOCK_N, BLOCK_DV))
         p = _unpack(packed, dtype, p_layout)
         acc_token = warpgroup_mma(p, v, acc, is_async=True)
         score = warpgroup_mma_wait(1, deps=(score_token,))
@@ -371,7 +381,11 @@ def _attend_tile(
     HEAD_DIM: gl.constexpr = sizes[3]
     VALUE_DIM: gl.constexpr = sizes[4]
     BLOCK_N: gl.constexpr = sizes[5]
-    QUERY_TMA: gl.constexpr = sizes[6]
+    ROWS: gl.constexpr = sizes[6]
+    PARTS: gl.constexpr = 2 * HALF_ROWS // ROWS
+    PART: gl.constexpr = HALF if PARTS == 2 else 0
+    COLUMNS: gl.constexpr = VALUE_DIM // PARTS
+    QUERY_TMA: gl.constexpr = sizes[7]
     CAUSAL: gl.constexpr = FLAGS[0]
     LEFT: gl.constexpr = FLAGS[1]
     RIGHT: gl.constexpr = FLAGS[2]
@@ -388,16 +402,16 @@ def _attend_tile(
 
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
     # 16 bytes a thread, for reading and writing memory.
     query_rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    value_rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUE_DIM, VALUE_DIM // 8], [4, 1], [1, 0])
+    value_rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
 
     # The tile's rows are (query, head of the group) pairs.
-    tile_row = tile * ROWS + HALF * HALF_ROWS
+    tile_row = tile * ROWS + HALF * (ROWS - HALF_ROWS)
     queries = q_buffer.reshape((HALF_ROWS, HEAD_DIM))
     if not QUERY_TMA:
         rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, query_rows))
@@ -428,10 +442,10 @@ def _attend_tile(
     m = gl.full((HALF_ROWS,), float("-inf"), gl.float32, score_rows)
     # Zeros, in the layout of such sums.
     lanes = lane_sums(gl.zeros((HALF_ROWS, BLOCK_N), gl.float32, score_layout))
-    acc = gl.zeros((HALF_ROWS, VALUE_DIM), gl.float32, out_layout)
+    acc = gl.zeros((HALF_ROWS, COLUMNS), gl.float32, out_layout)
     m_total = gl.full((HALF_ROWS,), float("-inf"), gl.float32, out_rows)
     weight_total = gl.zeros((HALF_ROWS,), gl.float32, out_rows)
-    acc_total = gl.zeros((HALF_ROWS, VALUE_DIM), gl.float32, out_layout)
+    acc_total = gl.zeros((HALF_ROWS, COLUMNS), gl.float32, out_layout)
     split_end = split_begin(split_of(first_block * BLOCK_N, SPLITS) + 1, SPLITS)
     mbarrier.wait(q_ready.index(HALF), turn & 1)
     if count > 0:
@@ -452,15 +466,15 @@ def _attend_tile(
         full_begin = gl.minimum(gl.maximum(full_begin, 1), full_end)
         state = (m, lanes, acc, packed, m_total, weight_total, acc_total, split_end)
         fixed = (done, first, first_block, position, limits, (full_begin, full_end), units)
-        state = _steps(queries, buffers, barriers, state, count, *fixed, FLAGS, SPLITS, BLOCK_N)
+        state = _steps(queries, buffers, barriers, state, count, *fixed, FLAGS, SPLITS, BLOCK_N, PART, PARTS)
         m, lanes, acc, packed, m_total, weight_total, acc_total, split_end = state
         mbarrier.arrive(q_free.index(HALF), count=1)
         slot, filled = _slot(done + count - 1)
         mbarrier.wait(v_ready.index(slot), filled)
-        v = v_buffers.index(slot).reshape((BLOCK_N, VALUE_DIM))
+        v = v_buffers.index(PARTS * slot + PART).reshape((BLOCK_N, COLUMNS))
         real = end - (first + (count - 1) * BLOCK_N)
         if real < BLOCK_N:
-            # A cache may hold anything behind its end, and 0 times NaN is NaN. Both groups write the same bytes.
+            # A cache may hold anything behind its end, and 0 times NaN is NaN. Both groups write the same.
             there = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, value_rows)) < real
             values = v.load(value_rows)
             v.store(gl.where(there[:, None], values, gl.zeros_like(values)))
@@ -483,7 +497,7 @@ def _attend_tile(
         sink = gl.load(sinks_ptr + head)
     result = finish(m_total, weight_total, acc_total, sink, SINKS).to(dtype)
     rows = tile_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, value_rows))
-    dv = gl.arange(0, VALUE_DIM, layout=gl.SliceLayout(0, value_rows))
+    dv = PART * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, value_rows))
     heads = kv_heads * GROUP
     out_row = batch.to(gl.int64) * q_len + query_row + rows // GROUP
     offsets = (out_row * heads + kv_head * GROUP + rows % GROUP) * VALUE_DIM
@@ -541,15 +555,18 @@ def hopper_attention_kernel(
     VARLEN: gl.constexpr,
     KEY_MASK: gl.constexpr,
     SPLITS: gl.constexpr,  # contract.SPLIT_STRETCHES
+    ROWS: gl.constexpr,  # 128: each group of warps takes half of a tile's rows. 64: half of the values' columns
     num_warps: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = key_desc.block_type.shape[2]
     HEAD_DIM: gl.constexpr = key_desc.block_type.shape[3]
-    VALUE_DIM: gl.constexpr = value_desc.block_type.shape[3]
+    PARTS: gl.constexpr = 2 * HALF_ROWS // ROWS
+    COLUMNS: gl.constexpr = value_desc.block_type.shape[3]
+    VALUE_DIM: gl.constexpr = PARTS * COLUMNS
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     QUERY_TMA: gl.constexpr = query_desc is not None
     k_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, HEAD_DIM], key_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, VALUE_DIM], value_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [2 * PARTS, 1, 1, BLOCK_N, COLUMNS], value_desc.layout)
     if QUERY_TMA:
         q_buffers = gl.allocate_shared_memory(dtype, [2] + query_desc.block_type.shape, query_desc.layout)
     else:
@@ -590,7 +607,7 @@ def hopper_attention_kernel(
     programs = gl.num_programs(0)  # order-free: it deals out whole tiles
     tiles = gl.cdiv(row_tiles * all_heads, programs) * programs
     FLAGS: gl.constexpr = (CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, SINKS, ORIGIN, QUERY_OFFSET, VARLEN, KEY_MASK)
-    sizes: gl.constexpr = (FLAGS, SPLITS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_N, QUERY_TMA)
+    sizes: gl.constexpr = (FLAGS, SPLITS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_N, ROWS, QUERY_TMA)
     gl.warp_specialize(
         [
             (_attend, (tensors, strides, problem, units, q_buffers, buffers, barriers, tiles, 0, sizes)),

@@ -55,9 +55,9 @@ def _descriptor_of(tensor: torch.Tensor, rows: int) -> Callable[[torch.Tensor], 
     return lambda tensor: TensorDescriptor(tensor, shape, strides, block)
 
 
-def _hopper_descriptor_of(tensor: torch.Tensor, rows: int) -> Callable:
+def _hopper_descriptor_of(tensor: torch.Tensor, rows: int, columns: int) -> Callable:
     """As `_descriptor_of`, for the Hopper kernel."""
-    return _gluon_descriptor_of(list(tensor.shape), _strides(tensor), [1, 1, rows, tensor.shape[-1]], tensor.dtype)
+    return _gluon_descriptor_of(list(tensor.shape), _strides(tensor), [1, 1, rows, columns], tensor.dtype)
 
 
 def _query_descriptor_of(query: torch.Tensor, group: int, rows: int) -> Callable:
@@ -251,7 +251,13 @@ def _prepare(
     splits = _most_splits(span, anywhere=origin is not None or window[0] >= 0)
     # Fewer keys than a split has are walked by one program, wherever they lie: a second one would not be faster.
     worth = splits if span > contract.SPLIT_STRETCHES[0][1] else 1
-    problem = dict(rows=q_len * group, heads=sequences * kv_heads, splits=worth, split_bytes=(value_dim + 2) * 4)
+    problem = dict(
+        rows=q_len * group,
+        heads=sequences * kv_heads,
+        blocks=triton.cdiv(kv_len, kv_block),
+        splits=worth,
+        split_bytes=(value_dim + 2) * 4,
+    )
     if tile is None:
         free = selfcheck.tiles_agree(device=device, **shape)
         full, descriptors = full and free, descriptors and free
@@ -281,7 +287,7 @@ def _prepare(
         grid, heads_at_once = plan.hopper_grid(
             tiles=programs,
             heads=sequences * kv_heads,
-            blocks=triton.cdiv(kv_len, kv_block),
+            blocks=problem["blocks"],
             bytes_each=kv_len * (head_dim + value_dim) * key.element_size(),
             gpu=gpu,
         )
@@ -291,11 +297,13 @@ def _prepare(
             (grid,),
             (*numbers, *scales, *window, *query.stride()[:3]),
             **options,
+            ROWS=tile.rows,
             num_warps=4,
             maxnreg=168,
         )
-        query_of = _query_descriptor_of(query, group, tile.rows // 2)
-        key_of, value_of = _hopper_descriptor_of(key, kv_block), _hopper_descriptor_of(value, kv_block)
+        query_of = _query_descriptor_of(query, group, 64)
+        key_of = _hopper_descriptor_of(key, kv_block, head_dim)
+        value_of = _hopper_descriptor_of(value, kv_block, value_dim * tile.rows // 128)
         if key_mask is not None:
             # It takes no key mask but a run of keys; rows with holes are done over, all others end at once.
             do_holes_over = _prepare(

@@ -17,8 +17,10 @@ SPLIT_BELOW_PROGRAMS_PER_SM = 0.75
 WORKSPACE_LIMIT = 512 * 2**20
 # Bytes of keys and values that are read again and again while row tiles of their heads run.
 L2_SHARE = 24 * 2**20
+# As many stay there if all heads run side by side.
+L2_WHOLE = 40 * 2**20
 # Up to so many blocks of keys, a tile is short for the Hopper kernel.
-PERSISTENT_BLOCKS = 32
+PERSISTENT_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Gpu:
         return self.capability >= (9, 0)
 
 
-def _row_tile(table: tuple, rows: int) -> Tile:
-    return next(tile for most, tile in table if most is None or rows <= most)
+def _entry(table: tuple, size: int) -> tuple[Tile, ...]:
+    """The tiles of a table's first entry for `size`."""
+    return next(found for most, *found in table if most is None or size <= most)
 
 
 def _head_class(head_dim: int, value_head_dim: int) -> int:
@@ -53,10 +56,11 @@ def table_of(gpu: Gpu) -> dict:
     return tiles.TUNED.get(gpu.capability, tiles.ROOMY if roomy else tiles.DEFAULT)
 
 
-def _hopper_tile(head_dim: int, value_head_dim: int, gpu: Gpu) -> Tile | None:
+def _hopper_tiles(head_dim: int, value_head_dim: int, gpu: Gpu) -> tuple:
+    """The Hopper kernel's table for a head shape, empty where it serves none."""
     if not gpu.hopper_kernel or gpu.capability != (9, 0) or {head_dim, value_head_dim} - {64, 128, 256}:
-        return None
-    return tiles.HOPPER[_head_class(head_dim, value_head_dim)]
+        return ()
+    return tiles.HOPPER[value_head_dim]
 
 
 def only_tile(*, head_dim: int, value_head_dim: int, dtype: torch.dtype) -> Tile:
@@ -70,6 +74,7 @@ def attention_tile(
     *,
     rows: int,
     heads: int,
+    blocks: int,
     splits: int,
     split_bytes: int,
     head_dim: int,
@@ -80,31 +85,40 @@ def attention_tile(
 ) -> tuple[Tile, bool]:
     """The tile for `rows` packed query rows of each of `heads` KV heads, and whether to launch a program per split.
 
-    splits: how many a row may touch. split_bytes: partial results of one row and split. plain: nothing but positions
-    and windows hides a key, and the operands allow tensor descriptors.
+    blocks: of keys. splits: how many a row may touch. split_bytes: partial results of one row and split. plain: nothing
+    but positions and windows hides a key, and the operands allow tensor descriptors.
     """
     if dtype == torch.float32:
-        tile = only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)
+        found = [only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)]
     else:
-        tile = _row_tile(table_of(gpu)[_head_class(head_dim, value_head_dim)], rows)
-    row_tiles = -(-rows // tile.rows)
-    workspace = heads * row_tiles * tile.rows * splits * split_bytes
-    few = heads * row_tiles < SPLIT_BELOW_PROGRAMS_PER_SM * gpu.multiprocessors
-    if splits > 1 and few and workspace <= WORKSPACE_LIMIT:
-        return tile, True
-    hopper = _hopper_tile(head_dim, value_head_dim, gpu) if plain and dtype != torch.float32 else None
-    return (hopper if hopper is not None and rows > 64 else tile), False
+        found = _entry(table_of(gpu)[_head_class(head_dim, value_head_dim)], rows)
+    tile = found[0]
+    programs = heads * -(-rows // tile.rows)
+    workspace = programs * tile.rows * splits * split_bytes
+    few = programs < SPLIT_BELOW_PROGRAMS_PER_SM * gpu.multiprocessors
+    split = splits > 1 and few and workspace <= WORKSPACE_LIMIT
+    hopper = _hopper_tiles(head_dim, value_head_dim, gpu) if plain and dtype != torch.float32 else ()
+    if hopper and rows > 64 and not split:
+        return _entry(hopper, blocks)[0], False
+    if programs * (splits if split else 1) >= tiles.CROWDED_PROGRAMS_PER_SM * gpu.multiprocessors:
+        tile = found[-1]
+    return tile, split
 
 
 def hopper_grid(*, tiles: int, heads: int, blocks: int, bytes_each: int, gpu: Gpu) -> tuple[int, int]:
     """(programs, heads side by side) for the Hopper kernel: `tiles` row tiles of `heads` KV heads of up to `blocks`
     blocks, bytes_each of keys and values.
 
-    Short tiles are dealt out to one program per multiprocessor, which then loads the next tile's keys while it ends
-    this one; long tiles are left to the GPU's own scheduler, in an order that keeps keys and values in the L2 cache.
+    Tiles are dealt out to one program per multiprocessor, which loads the next tile's keys while it ends this one. If
+    the L2 cache does not hold the keys and values of all heads, only as many heads as it holds run side by side, and
+    long tiles are left to the GPU's own scheduler, which keeps multiprocessors busy where a section of heads ends.
     """
+    dealt_out = min(tiles, gpu.multiprocessors)
+    if heads * bytes_each <= L2_WHOLE:
+        return dealt_out, heads
     if blocks <= PERSISTENT_BLOCKS:
-        return min(tiles, gpu.multiprocessors), heads
+        sections = min(heads, -(-heads * bytes_each // L2_SHARE))
+        return dealt_out, -(-heads // sections)
     return tiles, max(1, L2_SHARE // max(bytes_each, 1))
 
 
@@ -113,7 +127,5 @@ def all_tiles(*, head_dim: int, value_head_dim: int, dtype: torch.dtype, gpu: Gp
     if dtype == torch.float32:
         return [only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)]
     widest = _head_class(head_dim, value_head_dim)
-    tables = (tiles.DEFAULT[widest], table_of(gpu)[widest])
-    hopper = _hopper_tile(head_dim, value_head_dim, gpu)
-    own = [tile for table in tables for _, tile in table]
-    return list(dict.fromkeys(own + ([hopper] if hopper is not None else [])))
+    entries = (*tiles.DEFAULT[widest], *table_of(gpu)[widest], *_hopper_tiles(head_dim, value_head_dim, gpu))
+    return list(dict.fromkeys(tile for _, *found in entries for tile in found))
