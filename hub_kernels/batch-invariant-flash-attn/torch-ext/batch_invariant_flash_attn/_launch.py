@@ -285,7 +285,7 @@ def _prepare(
         from ._hopper_kernel import hopper_attention_kernel
 
         grid, heads_at_once = plan.hopper_grid(
-            tiles=programs,
+            row_tiles=row_tiles,
             heads=sequences * kv_heads,
             blocks=problem["blocks"],
             bytes_each=kv_len * (head_dim + value_dim) * key.element_size(),

@@ -4,6 +4,7 @@ A row is summed in an order that is the same in every tile of `tiles.py`, so the
 may choose freely.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from .tiles import Tile
 
 # A call is cut into one program per split when its row tiles alone would leave the GPU this empty (programs per SM).
 SPLIT_BELOW_PROGRAMS_PER_SM = 0.75
+# The same for the Hopper kernel, of which one program alone keeps a multiprocessor busy.
+HOPPER_SPLIT_BELOW_PROGRAMS_PER_SM = 0.375
 # Bytes of partial results that a split launch may use.
 WORKSPACE_LIMIT = 512 * 2**20
 # Bytes of keys and values that are read again and again while row tiles of their heads run.
@@ -21,6 +24,12 @@ L2_SHARE = 24 * 2**20
 L2_WHOLE = 40 * 2**20
 # Up to so many blocks of keys, a tile is short for the Hopper kernel.
 PERSISTENT_BLOCKS = 64
+# What such a tile costs beside its blocks of keys, in such blocks.
+BLOCKS_PER_TILE = 4
+# Programs whose shares of the work differ more than this (most over mean) wait for each other too long. With so many
+# tiles to a program they do not.
+MOST_UNEVEN = 1.1
+EVEN_TILES = 64
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,11 @@ def _hopper_tiles(head_dim: int, value_head_dim: int, gpu: Gpu) -> tuple:
     return tiles.HOPPER[value_head_dim]
 
 
+def _hopper_tile(head_dim: int, value_head_dim: int, blocks: int, gpu: Gpu) -> Tile | None:
+    table = _hopper_tiles(head_dim, value_head_dim, gpu)
+    return _entry(table, blocks)[0] if table else None
+
+
 def only_tile(*, head_dim: int, value_head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile that serves everything where the tiles were not seen to agree."""
     if dtype == torch.float32:
@@ -94,32 +108,60 @@ def attention_tile(
         found = _entry(table_of(gpu)[_head_class(head_dim, value_head_dim)], rows)
     tile = found[0]
     programs = heads * -(-rows // tile.rows)
-    workspace = programs * tile.rows * splits * split_bytes
     few = programs < SPLIT_BELOW_PROGRAMS_PER_SM * gpu.multiprocessors
-    split = splits > 1 and few and workspace <= WORKSPACE_LIMIT
-    hopper = _hopper_tiles(head_dim, value_head_dim, gpu) if plain and dtype != torch.float32 else ()
-    if hopper and rows > 64 and not split:
-        return _entry(hopper, blocks)[0], False
+    hopper = None
+    if plain and dtype != torch.float32 and rows > 64:
+        hopper = _hopper_tile(head_dim, value_head_dim, blocks, gpu)
+    if hopper is not None:
+        few = heads * -(-rows // hopper.rows) < HOPPER_SPLIT_BELOW_PROGRAMS_PER_SM * gpu.multiprocessors
+    split = splits > 1 and few and programs * tile.rows * splits * split_bytes <= WORKSPACE_LIMIT
+    if hopper is not None and not split:
+        return hopper, False
     if programs * (splits if split else 1) >= tiles.CROWDED_PROGRAMS_PER_SM * gpu.multiprocessors:
         tile = found[-1]
     return tile, split
 
 
-def hopper_grid(*, tiles: int, heads: int, blocks: int, bytes_each: int, gpu: Gpu) -> tuple[int, int]:
-    """(programs, heads side by side) for the Hopper kernel: `tiles` row tiles of `heads` KV heads of up to `blocks`
+@functools.lru_cache(maxsize=1024)
+def hopper_grid(*, row_tiles: int, heads: int, blocks: int, bytes_each: int, gpu: Gpu) -> tuple[int, int]:
+    """(programs, heads side by side) for the Hopper kernel: `row_tiles` of each of `heads` KV heads, of up to `blocks`
     blocks, bytes_each of keys and values.
 
     Tiles are dealt out to one program per multiprocessor, which loads the next tile's keys while it ends this one. If
-    the L2 cache does not hold the keys and values of all heads, only as many heads as it holds run side by side, and
-    long tiles are left to the GPU's own scheduler, which keeps multiprocessors busy where a section of heads ends.
+    the L2 cache does not hold the keys and values of all heads, sections of heads follow each other. Long tiles, and
+    sections that cannot be cut so that every program gets about as much work, are left to the GPU's own scheduler.
     """
-    dealt_out = min(tiles, gpu.multiprocessors)
+    tiles = row_tiles * heads
+    programs = min(tiles, gpu.multiprocessors)
     if heads * bytes_each <= L2_WHOLE:
-        return dealt_out, heads
+        return programs, heads
     if blocks <= PERSISTENT_BLOCKS:
-        sections = min(heads, -(-heads * bytes_each // L2_SHARE))
-        return dealt_out, -(-heads // sections)
+        fewest = min(heads, -(-heads * bytes_each // L2_SHARE))
+        sizes = [-(-heads // count) for count in range(fewest, min(2 * fewest, fewest + 7, heads) + 1)]
+        if tiles > EVEN_TILES * programs:
+            return programs, sizes[0]
+        work = {size: _unevenness(row_tiles, heads, size, blocks, programs) for size in sizes}
+        best = min(work, key=lambda size: round(work[size], 2))
+        if work[best] <= MOST_UNEVEN:
+            return programs, best
     return tiles, max(1, L2_SHARE // max(bytes_each, 1))
+
+
+def _unevenness(row_tiles: int, heads: int, side_by_side: int, blocks: int, programs: int) -> float:
+    """The most work of a program that the Hopper kernel's `_tile` deals causal tiles out to, over the mean: of nine of
+    the programs, in blocks of keys.
+    """
+    found = []
+    for program in (*range(0, programs, -(-programs // 8)), programs - 1):
+        work = 0.0
+        for wave in range(-(-row_tiles * heads // programs)):
+            number = wave * programs + (program if wave % 2 == 0 else programs - 1 - program)
+            section, rest = divmod(number, side_by_side * row_tiles)
+            here = min(side_by_side, heads - section * side_by_side)
+            if here > 0 and rest < here * row_tiles:
+                work += (row_tiles - rest // here) * blocks / row_tiles + BLOCKS_PER_TILE
+        found.append(work)
+    return max(found) * len(found) / sum(found)
 
 
 def all_tiles(*, head_dim: int, value_head_dim: int, dtype: torch.dtype, gpu: Gpu) -> list[Tile]:
