@@ -127,6 +127,47 @@ def test_partial_results_take_bounded_memory(module):
         assert plan.attention_tile(**call, splits=splits, plain=True, gpu=gpu)[1] == apart
 
 
+def test_a_crowded_decode_step_gets_smaller_tiles(module):
+    plan, tiles = module("plan"), module("tiles")
+    gpu = plan.Gpu(capability=(9, 0), multiprocessors=100, hopper_kernel=True, shared_kib=227)
+    shape = dict(head_dim=128, value_head_dim=128, dtype=torch.bfloat16)
+    crowd = int(100 * tiles.CROWDED_PROGRAMS_PER_SM)
+    for heads, splits, crowded in ((crowd, 1, True), (crowd - 1, 1, False), (5, crowd // 5, True), (5, 2, False)):
+        call = dict(rows=4, heads=heads, blocks=4 * splits, splits=splits, split_bytes=520, plain=True)
+        tile, _ = plan.attention_tile(**call, **shape, gpu=gpu)
+        assert (tile.warps == 2) == crowded
+
+
+def most_over_mean(row_tiles, heads, programs, side_by_side, blocks):
+    """Work of every program, as the Hopper kernel deals out causal tiles."""
+    work = [0.0] * programs
+    sections = [min(side_by_side, heads - first) for first in range(0, heads, side_by_side)]
+    order = [tile for heads_here in sections for tile in range(row_tiles, 0, -1) for _ in range(heads_here)]
+    for number, tile in enumerate(order):
+        wave, turn = divmod(number, programs)
+        work[turn if wave % 2 == 0 else programs - 1 - turn] += tile * blocks / row_tiles + 4
+    return max(work) * programs / sum(work)
+
+
+@pytest.mark.parametrize("heads", [16, 24, 64, 96, 112, 128, 256])
+@pytest.mark.parametrize("row_tiles", [8, 16, 32, 64, 128])
+def test_the_hopper_kernel_deals_out_equal_work_or_leaves_it_to_the_gpu(module, heads, row_tiles):
+    plan = module("plan")
+    gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True)
+    for blocks, bytes_each in ((16, 2**19), (32, 2**20), (64, 2**21), (128, 2**22)):
+        grid = dict(row_tiles=row_tiles, heads=heads, blocks=blocks, bytes_each=bytes_each, gpu=gpu)
+        programs, side_by_side = plan.hopper_grid(**grid)
+        if programs == row_tiles * heads:  # one to a tile: the GPU's scheduler
+            assert programs <= gpu.multiprocessors or side_by_side * bytes_each <= plan.L2_SHARE
+            continue
+        assert programs == gpu.multiprocessors
+        if heads * bytes_each <= plan.L2_WHOLE:
+            assert side_by_side == heads
+        else:
+            assert blocks <= plan.PERSISTENT_BLOCKS and side_by_side * bytes_each <= plan.L2_SHARE + bytes_each
+            assert most_over_mean(row_tiles, heads, programs, side_by_side, blocks) < plan.MOST_UNEVEN + 0.05
+
+
 @pytest.mark.parametrize(
     ("capability", "shared_kib", "table"),
     [((10, 0), 227, "ROOMY"), ((12, 0), 99, "DEFAULT"), ((8, 0), 163, "DEFAULT"), ((0, 0), 99, "DEFAULT")],
