@@ -1,0 +1,409 @@
+"""The Hopper kernel's logic on a CPU, against float64: its own source with torch in the place of Gluon.
+
+Triton's interpreter does not run Gluon. Here tensors are torch's, shared memory is a buffer that holds NaN until it is
+written, and the parts of `warp_specialize` are threads that wait for each other at its mbarriers. Copies and products
+are done when they are asked for; orders that this leaves out are walked by test_hopper_protocol.py. A read or write
+outside of a tensor is an error. Bits say nothing here.
+"""
+
+import ast
+import inspect
+import math
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests run the compiled kernels"),
+]
+SOURCES = Path(__file__).parents[1] / "torch-ext" / "batch_invariant_flash_attn"
+MBARRIER = object()
+
+
+class Tensor(torch.Tensor):
+    """A torch tensor that has a layout, of which nothing depends on it."""
+
+    type = SimpleNamespace(layout=None)
+
+
+def tensor(x) -> Tensor:
+    return torch.as_tensor(x).as_subclass(Tensor)
+
+
+class Pointer:
+    """Elements of a tensor's memory, from its first one on."""
+
+    def __init__(self, of: torch.Tensor, at=0, memory=None):
+        self.of, self.at, self.dtype = of, at, SimpleNamespace(element_ty=of.dtype)
+        left = of.untyped_storage().nbytes() // of.element_size() - of.storage_offset()
+        self.memory = of.as_strided((left,), (1,)) if memory is None else memory
+
+    def __add__(self, offset):
+        return Pointer(self.of, self.at + offset, self.memory)
+
+
+def places(pointer, mask):
+    """Indices into the pointer's memory, and which of them are wanted; those must be inside."""
+    at = tensor(pointer.at)
+    mask = torch.ones_like(at, dtype=torch.bool) if mask is None else tensor(mask)
+    at, mask = torch.broadcast_tensors(at, mask)
+    wanted = at[mask]
+    assert ((wanted >= 0) & (wanted < len(pointer.memory))).all(), "outside of the tensor"
+    return at, mask
+
+
+def load(pointer, mask=None, other=0.0):
+    at, mask = places(pointer, mask)
+    return tensor(
+        torch.where(mask, pointer.memory[torch.where(mask, at, 0)], torch.tensor(other, dtype=pointer.of.dtype))
+    )
+
+
+def store(pointer, value, mask=None):
+    at, mask = places(pointer, mask)
+    pointer.memory[at[mask]] = tensor(value).expand(at.shape)[mask].to(pointer.of.dtype)
+
+
+class Buffer:
+    """Shared memory."""
+
+    def __init__(self, data):
+        self.data, self.shape, self.dtype = data, data.shape, data.dtype
+
+    def index(self, i):
+        return Buffer(self.data[int(i)])
+
+    def reshape(self, shape):
+        return Buffer(self.data.view(shape))
+
+    def permute(self, order):
+        return Buffer(self.data.permute(order))
+
+    def store(self, value):
+        self.data.copy_(value)
+
+    def load(self, layout):
+        return tensor(self.data.clone())
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes that were announced are there."""
+
+    def __init__(self):
+        self.count = self.arrived = self.bytes = self.phase = 0
+        self.changed = threading.Condition()
+
+    def arrive(self, arrivals, nbytes):
+        with self.changed:
+            self.arrived, self.bytes = self.arrived + arrivals, self.bytes + nbytes
+            assert self.arrived <= self.count
+            if self.arrived == self.count and self.bytes == 0:
+                self.arrived, self.phase = 0, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase & 1 != int(parity), timeout=60), "nobody comes"
+
+
+class Barriers:
+    def __init__(self, number):
+        self.each = [Barrier() for _ in range(number)]
+
+    def index(self, i):
+        return self.each[int(i)]
+
+
+class Descriptor:
+    """Tiles of a tensor, zeros where it ends."""
+
+    def __init__(self, real):
+        self.real, self.layout = real, None
+        self.block_type = SimpleNamespace(
+            shape=real.block_shape, nbytes=math.prod(real.block_shape) * real.base.element_size()
+        )
+
+    def tile(self, coordinates):
+        source = self.real.base.as_strided(self.real.shape, self.real.strides)
+        out = torch.zeros(self.real.block_shape, dtype=source.dtype)
+        from_, to = [], []
+        for at, size, block in zip(map(int, coordinates), self.real.shape, self.real.block_shape, strict=True):
+            begin, end = min(max(at, 0), size), max(min(at + block, size), 0)
+            from_.append(slice(begin, max(begin, end)))
+            to.append(slice(begin - at, begin - at + max(0, end - begin)))
+        out[tuple(to)] = source[tuple(from_)]
+        return out
+
+
+def copy_by_tma(desc, coordinates, barrier, buffer):
+    buffer.data.copy_(desc.tile(coordinates))
+    barrier.arrive(0, -desc.block_type.nbytes)
+
+
+def product(a, b, acc, use_acc=True, is_async=False):
+    a, b = (x.data if isinstance(x, Buffer) else x for x in (a, b))
+    result = a.float() @ b.float()
+    return tensor(acc + result if use_acc else result)
+
+
+def specialize(parts, *_):
+    """Run (function, arguments) side by side."""
+    failed = []
+
+    def run(function, arguments):
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=part) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def language(program: list, grid: tuple):
+    """What the kernels' source calls `gl` and `tl`; `program` holds the indices of the one that runs."""
+
+    class Layout:
+        def __call__(self, *args, **kwargs):
+            return None
+
+        get_default_for = __call__
+
+    class Language(SimpleNamespace):
+        def __getattr__(self, name):
+            return Layout()
+
+    def allocate(dtype, shape, layout, value=None):
+        if layout is MBARRIER:
+            return Barriers(shape[0])
+        buffer = Buffer(torch.full(tuple(shape), float("nan"), dtype=dtype))
+        if value is not None:
+            buffer.store(value)
+        return buffer
+
+    def both(function):
+        return lambda a, b: function(*torch.broadcast_tensors(tensor(a), tensor(b)))
+
+    def asm(source, constraints, args, dtype, is_pure, pack):
+        raise AssertionError("the test has another function for what is assembly")
+
+    return Language(
+        constexpr=lambda x: x,
+        to_tensor=tensor,
+        program_id=lambda axis: tensor(program[axis]),
+        num_programs=lambda axis: tensor(grid[axis]),
+        num_warps=lambda: 4,
+        static_range=range,
+        float32=torch.float32,
+        int32=torch.int32,
+        int64=torch.int64,
+        bfloat16=torch.bfloat16,
+        arange=lambda begin, end, layout=None: tensor(torch.arange(begin, end)),
+        full=lambda shape, value, dtype, layout=None: tensor(torch.full(tuple(shape), value, dtype=dtype)),
+        zeros=lambda shape, dtype, layout=None: tensor(torch.zeros(tuple(shape), dtype=dtype)),
+        zeros_like=torch.zeros_like,
+        where=lambda condition, a, b: tensor(torch.where(tensor(condition), a, b)),
+        minimum=both(torch.minimum),
+        maximum=both(torch.maximum),
+        cdiv=lambda a, b: -(-a // b),
+        sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis),
+        reshape=lambda x, shape: x.reshape(tuple(shape)),
+        permute=lambda x, order: x.permute(order),
+        split=lambda x: (x[..., 0], x[..., 1]),
+        convert_layout=lambda x, layout: x,
+        fma=lambda a, b, c: a * b + c,
+        math=SimpleNamespace(exp2=lambda x: torch.exp2(tensor(x))),
+        load=load,
+        store=store,
+        allocate_shared_memory=allocate,
+        warp_specialize=specialize,
+        inline_asm_elementwise=asm,
+    )
+
+
+def functions(program: list, grid: tuple) -> dict:
+    """The functions of the kernels' source files, as plain Python."""
+    gl = language(program, grid)
+
+    def jit(function=None, **options):
+        return function or (lambda inner: inner)
+
+    found = {
+        "gluon": SimpleNamespace(jit=jit),
+        "triton": SimpleNamespace(jit=jit),
+        "gl": gl,
+        "tl": gl,
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=lambda: MBARRIER,
+            init=lambda barrier, count: setattr(barrier, "count", count),
+            wait=lambda barrier, parity: barrier.wait(parity),
+            arrive=lambda barrier, count: barrier.arrive(count, 0),
+            expect=lambda barrier, nbytes: barrier.arrive(1, nbytes),
+        ),
+        "tma": SimpleNamespace(async_copy_global_to_shared=copy_by_tma),
+        "warpgroup_mma": product,
+        "warpgroup_mma_wait": lambda left, deps: deps[0] if len(deps) == 1 else deps,
+        "fence_async_shared": lambda: None,
+    }
+    for name in ("_softmax_step", "_blocks", "_hopper_kernel"):
+        tree = ast.parse((SOURCES / f"{name}.py").read_text())
+        tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+        exec(compile(tree, f"{name}.py", "exec"), found)
+    # What is assembly.
+    found["_at_once"] = found["_place_at_once"] = lambda x: x
+    found["_pack"] = lambda weights, dtype: weights.to(dtype)
+    found["_unpack"] = lambda packed, dtype, layout: packed
+    return found
+
+
+class Launch:
+    """In the place of the package's own, for the Hopper kernel; the others are Triton's and go to its interpreter."""
+
+    def __init__(self, kernel, grid, numbers, **options):
+        self.name, self.grid, self.numbers, self.options = kernel.__name__, grid, numbers, options
+
+    def __call__(self, *tensors):
+        program = [0]
+        kernel = functions(program, self.grid)[self.name]
+        names = inspect.signature(kernel).parameters
+        arguments = [
+            Pointer(each) if isinstance(each, torch.Tensor) else None if each is None else Descriptor(each)
+            for each in tensors
+        ]
+        options = {name: value for name, value in self.options.items() if name in names}
+        for program[0] in range(self.grid[0]):
+            kernel(*arguments, *self.numbers, **options)
+
+
+def exact_attention(query, key, value, call, first_key, last_key, query_offset):
+    """One sequence in float64: query (Hq, Q, D), key (Hkv, KV, D), value (Hkv, KV, Dv) -> (Q, Hq, Dv); real keys are
+    first_key ... last_key - 1.
+    """
+    heads, q_len, kv_len = query.shape[0], query.shape[1], key.shape[1]
+    key, value = (t.double().repeat_interleave(heads // t.shape[0], 0) for t in (key, value))
+    score = query.double() @ key.mT * call["scale"]
+    if call["softcap"]:
+        score = call["softcap"] * torch.tanh(score / call["softcap"])
+    position, j = query_offset + torch.arange(q_len)[:, None], torch.arange(kv_len)
+    visible = (j >= first_key) & (j < last_key)
+    if call["causal"]:
+        visible = visible & (j <= position)
+    if call["window_left"] >= 0:
+        visible = visible & (j >= position - call["window_left"])
+    if call["window_right"] >= 0:
+        visible = visible & (j <= position + call["window_right"])
+    score = score.masked_fill(~visible, -math.inf)
+    if call["sinks"] is not None:
+        score = torch.cat([score, call["sinks"].double()[:, None, None].expand(heads, q_len, 1)], -1)
+    weights = score.softmax(-1).nan_to_num(0)[..., :kv_len]
+    return (weights @ value.nan_to_num(0)).transpose(0, 1)
+
+
+# batch, query heads, KV heads, Q, KV, D, Dv
+SHAPES = {
+    "causal": (1, 4, 1, 100, 100, 64, 64),
+    "several heads and splits": (2, 2, 2, 150, 390, 64, 64),
+    "groups of 3": (1, 3, 1, 70, 70, 64, 64),
+    "wide values": (1, 4, 2, 40, 300, 64, 256),
+}
+CHANGES = {
+    "plain": {},
+    "window": {"window_left": 70},
+    "both sides, sinks": {"causal": False, "window_left": 90, "window_right": 3, "sinks": True},
+    "softcap": {"softcap": 5.0},
+    "origin": {"origin": True},
+    "offset": {"query_offset": True},
+    "right padding": {"key_mask": True},
+}
+CASES = [(shape, "plain") for shape in SHAPES] + [("several heads and splits", change) for change in CHANGES]
+CASES += [("groups of 3", "origin"), ("wide values", "origin"), ("wide values", "window")]
+
+
+@pytest.fixture
+def launch(module, monkeypatch):
+    launch, plan = module("_launch"), module("plan")
+    if not launch.HOPPER_KERNEL:
+        pytest.skip("the Hopper kernel needs another Triton release")
+    gpu = plan.Gpu((9, 0), multiprocessors=3, hopper_kernel=True, shared_kib=227)
+    monkeypatch.setattr(launch, "gpu_of", lambda device: gpu)
+    real = launch.Launch
+
+    def emulated(kernel, *args, **options):
+        return (Launch if kernel.__name__.startswith("hopper") else real)(kernel, *args, **options)
+
+    monkeypatch.setattr(launch, "Launch", emulated)
+    return launch
+
+
+@pytest.mark.parametrize("shape, change", CASES)
+def test_the_hopper_kernel_computes_attention(module, launch, shape, change):
+    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size):
+        return torch.randn(*size, generator=generator).bfloat16()
+
+    query, key = random(batch, q_len, heads, head_dim).transpose(1, 2), random(batch, kv_heads, kv_len, head_dim)
+    value = random(batch, kv_heads, kv_len + 9, value_dim)
+    value[:, :, kv_len:] = math.nan
+    value = value[:, :, :kv_len]
+    call = dict(causal=True, scale=head_dim**-0.5, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    extra = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
+    call |= CHANGES[change]
+    call = {name: call[name] for name in call if name not in extra}
+    if call["sinks"]:
+        call["sinks"] = random(heads)
+    first, last, offset = [0] * batch, [kv_len] * batch, [kv_len - q_len] * batch
+    if change == "origin":
+        first = [3, 77][:batch]
+        extra["origin"] = torch.tensor(first, dtype=torch.int32)
+    if change == "offset":
+        offset = [5, 200][:batch]
+        extra["query_offset"] = torch.tensor(offset, dtype=torch.int32)
+    if change == "right padding":
+        last = [kv_len - 20, 260][:batch]
+        present = torch.arange(kv_len) < torch.tensor(last)[:, None]
+        extra["key_mask"] = module("key_mask").prepared(present, None)
+        value.masked_fill_(~present[:, None, :, None], math.nan)
+    tiles = module("plan").all_tiles(
+        head_dim=head_dim, value_head_dim=value_dim, dtype=query.dtype, gpu=launch.gpu_of(query.device)
+    )
+    tiles = [tile for tile in tiles if tile.hopper]
+    assert tiles
+    for tile in tiles:
+        got = launch.launch_attention(query, key, value, **call, **extra, tile=tile, split=False)
+        for b in range(batch):
+            want = exact_attention(query[b], key[b], value[b], call, first[b], last[b], offset[b])
+            assert (got[b].double() - want).abs().max() < 0.03, (tile, b)
+
+
+def test_the_hopper_kernel_computes_packed_attention(module, launch):
+    generator = torch.Generator().manual_seed(1)
+    heads, kv_heads, head_dim = 4, 2, 64
+    ends_q, ends_k = [0, 90, 90, 97, 240], [0, 90, 95, 400, 543]
+    query = torch.randn(ends_q[-1], heads, head_dim, generator=generator).bfloat16()
+    key, value = torch.randn(2, ends_k[-1], kv_heads, head_dim, generator=generator).bfloat16()
+    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
+    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    tile = module("plan").Tile(128, warps=4, stages=2, hopper=True)
+    longest = (143, 305)
+    got = launch.launch_attention_varlen(
+        query, key, value, *bounds, *longest, **call, origin=None, tile=tile, split=False
+    )
+    for s in (0, 2, 3):
+        q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
+        keys = k.stop - k.start
+        alone = [t.transpose(0, 1) for t in (query[q], key[k], value[k])]
+        want = exact_attention(*alone, call, 0, keys, keys - (q.stop - q.start))
+        assert (got[q].double() - want).abs().max() < 0.03
