@@ -474,7 +474,8 @@ def _attend_tile(
         v = v_buffers.index(PARTS * slot + PART).reshape((BLOCK_N, COLUMNS))
         real = end - (first + (count - 1) * BLOCK_N)
         if real < BLOCK_N:
-            # A cache may hold anything behind its end, and 0 times NaN is NaN. Both groups write the same.
+            # A cache may hold anything behind its end, and 0 times NaN is NaN. Groups that share a buffer write the
+            # same to it.
             there = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, value_rows)) < real
             values = v.load(value_rows)
             v.store(gl.where(there[:, None], values, gl.zeros_like(values)))

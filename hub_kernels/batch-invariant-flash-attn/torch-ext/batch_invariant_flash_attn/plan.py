@@ -50,7 +50,7 @@ class Gpu:
         return self.capability >= (9, 0)
 
 
-def _entry(table: tuple, size: int) -> tuple[Tile, ...]:
+def _entry(table: tuple, size: int) -> list[Tile]:
     """The tiles of a table's first entry for `size`."""
     return next(found for most, *found in table if most is None or size <= most)
 
