@@ -322,12 +322,14 @@ CHANGES = {
     "window": {"window_left": 70},
     "both sides, sinks": {"causal": False, "window_left": 90, "window_right": 3, "sinks": True},
     "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
     "origin": {"origin": True},
+    "origin in front": {"origin": True},
     "offset": {"query_offset": True},
     "right padding": {"key_mask": True},
 }
 CASES = [(shape, "plain") for shape in SHAPES] + [("several heads and splits", change) for change in CHANGES]
-CASES += [("groups of 3", "origin"), ("wide values", "origin"), ("wide values", "window")]
+CASES += [("groups of 3", "origin"), ("wide values", "origin"), ("wide values", "window"), ("causal", "sinks")]
 
 
 @pytest.fixture
@@ -365,8 +367,8 @@ def test_the_hopper_kernel_computes_attention(module, launch, shape, change):
     if call["sinks"]:
         call["sinks"] = random(heads)
     first, last, offset = [0] * batch, [kv_len] * batch, [kv_len - q_len] * batch
-    if change == "origin":
-        first = [3, 77][:batch]
+    if change.startswith("origin"):
+        first = ([3, 77] if change == "origin" else [-70, -1])[:batch]
         extra["origin"] = torch.tensor(first, dtype=torch.int32)
     if change == "offset":
         offset = [5, 200][:batch]
