@@ -409,3 +409,12 @@ def test_the_hopper_kernel_computes_packed_attention(module, launch):
         alone = [t.transpose(0, 1) for t in (query[q], key[k], value[k])]
         want = exact_attention(*alone, call, 0, keys, keys - (q.stop - q.start))
         assert (got[q].double() - want).abs().max() < 0.03
+
+
+def test_no_keys_at_all_give_zeros(launch):
+    """Nothing can describe such keys to the copy engine."""
+    query, key = torch.randn(1, 4, 70, 64).bfloat16(), torch.empty(1, 1, 0, 64, dtype=torch.bfloat16)
+    call = dict(causal=False, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    nothing = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
+    tile = launch.plan.Tile(64, warps=4, stages=2)
+    assert (launch.launch_attention(query, key, key, **call, **nothing, tile=tile, split=False) == 0).all()

@@ -44,6 +44,7 @@ def _describable(tensor: torch.Tensor, columns: int) -> bool:
     strides = _strides(tensor)
     return (
         tensor.shape[-1] == columns
+        and tensor.shape[2] > 0
         and tensor.data_ptr() % 16 == 0
         and all(stride % 8 == 0 and stride > 0 for stride in strides[:-1])
     )
