@@ -1,6 +1,7 @@
 """Loading of the kernel package, one sequence in many layouts, bitwise comparison, and the rule for GPU tests."""
 
 import importlib
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -41,6 +42,42 @@ def kernel():
 def module(kernel):
     """Give a private module of the package by name: module("_cpu_products")."""
     return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+
+
+def _exact_masked_attention(query, key, value, call, query_offset, key_mask=None, origin=None, mask=None):
+    """float64, (B, Hq, Q, D) -> (B, Q, Hq, Dv)."""
+    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
+    query, key, value = query.double(), *(t.double().repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
+    score = query @ key.mT * call["scale"]
+    if call["softcap"]:
+        score = call["softcap"] * torch.tanh(score / call["softcap"])
+    position = (query_offset[:, None] + torch.arange(q_len))[:, None, :, None]
+    j = torch.arange(kv_len)
+    visible = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool)
+    if call["causal"]:
+        visible &= j <= position
+    if call["window_left"] >= 0:
+        visible &= j >= position - call["window_left"]
+    if call["window_right"] >= 0:
+        visible &= j <= position + call["window_right"]
+    if key_mask is not None:
+        visible &= key_mask[:, None, None]
+    if origin is not None:
+        visible &= (j >= origin[:, None])[:, None, None]
+    if mask is not None:
+        visible = visible & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+        score = score if mask.dtype == torch.bool else score + mask
+    score = score.masked_fill(~visible, -math.inf)
+    if call["sinks"] is not None:
+        column = call["sinks"].double()[None, :, None, None].expand(batch, heads, q_len, 1)
+        return (torch.cat([score, column], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
+    return (score.softmax(-1).nan_to_num(0) @ value).transpose(1, 2)
+
+
+@pytest.fixture(scope="session")
+def exact_masked_attention():
+    """Attention in float64, with the settings of a `call` of `launch_attention`."""
+    return _exact_masked_attention
 
 
 @pytest.fixture(autouse=True)

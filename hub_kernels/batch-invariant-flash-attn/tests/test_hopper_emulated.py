@@ -183,13 +183,10 @@ def language(program: list, grid: tuple):
         def __getattr__(self, name):
             return Layout()
 
-    def allocate(dtype, shape, layout, value=None):
+    def allocate(dtype, shape, layout):
         if layout is MBARRIER:
             return Barriers(shape[0])
-        buffer = Buffer(torch.full(tuple(shape), float("nan"), dtype=dtype))
-        if value is not None:
-            buffer.store(value)
-        return buffer
+        return Buffer(torch.full(tuple(shape), float("nan"), dtype=dtype))
 
     def both(function):
         return lambda a, b: function(*torch.broadcast_tensors(tensor(a), tensor(b)))
@@ -202,7 +199,6 @@ def language(program: list, grid: tuple):
         to_tensor=tensor,
         program_id=lambda axis: tensor(program[axis]),
         num_programs=lambda axis: tensor(grid[axis]),
-        num_warps=lambda: 4,
         static_range=range,
         float32=torch.float32,
         int32=torch.int32,
@@ -286,30 +282,6 @@ class Launch:
             kernel(*arguments, *self.numbers, **options)
 
 
-def exact_attention(query, key, value, call, first_key, last_key, query_offset):
-    """One sequence in float64: query (Hq, Q, D), key (Hkv, KV, D), value (Hkv, KV, Dv) -> (Q, Hq, Dv); real keys are
-    first_key ... last_key - 1.
-    """
-    heads, q_len, kv_len = query.shape[0], query.shape[1], key.shape[1]
-    key, value = (t.double().repeat_interleave(heads // t.shape[0], 0) for t in (key, value))
-    score = query.double() @ key.mT * call["scale"]
-    if call["softcap"]:
-        score = call["softcap"] * torch.tanh(score / call["softcap"])
-    position, j = query_offset + torch.arange(q_len)[:, None], torch.arange(kv_len)
-    visible = (j >= first_key) & (j < last_key)
-    if call["causal"]:
-        visible = visible & (j <= position)
-    if call["window_left"] >= 0:
-        visible = visible & (j >= position - call["window_left"])
-    if call["window_right"] >= 0:
-        visible = visible & (j <= position + call["window_right"])
-    score = score.masked_fill(~visible, -math.inf)
-    if call["sinks"] is not None:
-        score = torch.cat([score, call["sinks"].double()[:, None, None].expand(heads, q_len, 1)], -1)
-    weights = score.softmax(-1).nan_to_num(0)[..., :kv_len]
-    return (weights @ value.nan_to_num(0)).transpose(0, 1)
-
-
 # batch, query heads, KV heads, Q, KV, D, Dv
 SHAPES = {
     "causal": (1, 4, 1, 100, 100, 64, 64),
@@ -349,7 +321,7 @@ def launch(module, monkeypatch):
 
 
 @pytest.mark.parametrize("shape, change", CASES)
-def test_the_hopper_kernel_computes_attention(module, launch, shape, change):
+def test_the_hopper_kernel_computes_attention(module, launch, exact_masked_attention, shape, change):
     batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = SHAPES[shape]
     generator = torch.Generator().manual_seed(0)
 
@@ -366,16 +338,14 @@ def test_the_hopper_kernel_computes_attention(module, launch, shape, change):
     call = {name: call[name] for name in call if name not in extra}
     if call["sinks"]:
         call["sinks"] = random(heads)
-    first, last, offset = [0] * batch, [kv_len] * batch, [kv_len - q_len] * batch
+    offset, present = torch.full((batch,), kv_len - q_len), None
     if change.startswith("origin"):
-        first = ([3, 77] if change == "origin" else [-70, -1])[:batch]
-        extra["origin"] = torch.tensor(first, dtype=torch.int32)
+        first = [3, 77] if change == "origin" else [-70, -1]
+        extra["origin"] = torch.tensor(first[:batch], dtype=torch.int32)
     if change == "offset":
-        offset = [5, 200][:batch]
-        extra["query_offset"] = torch.tensor(offset, dtype=torch.int32)
+        offset = extra["query_offset"] = torch.tensor([5, 200][:batch], dtype=torch.int32)
     if change == "right padding":
-        last = [kv_len - 20, 260][:batch]
-        present = torch.arange(kv_len) < torch.tensor(last)[:, None]
+        present = torch.arange(kv_len) < torch.tensor([kv_len - 20, 260][:batch])[:, None]
         extra["key_mask"] = module("key_mask").prepared(present, None)
         value.masked_fill_(~present[:, None, :, None], math.nan)
     tiles = module("plan").all_tiles(
@@ -383,14 +353,13 @@ def test_the_hopper_kernel_computes_attention(module, launch, shape, change):
     )
     tiles = [tile for tile in tiles if tile.hopper]
     assert tiles
+    want = exact_masked_attention(query, key, value.nan_to_num(0), call, offset, present, extra["origin"])
     for tile in tiles:
         got = launch.launch_attention(query, key, value, **call, **extra, tile=tile, split=False)
-        for b in range(batch):
-            want = exact_attention(query[b], key[b], value[b], call, first[b], last[b], offset[b])
-            assert (got[b].double() - want).abs().max() < 0.03, (tile, b)
+        assert (got.double() - want).abs().max() < 0.03, tile
 
 
-def test_the_hopper_kernel_computes_packed_attention(module, launch):
+def test_the_hopper_kernel_computes_packed_attention(module, launch, exact_masked_attention):
     generator = torch.Generator().manual_seed(1)
     heads, kv_heads, head_dim = 4, 2, 64
     ends_q, ends_k = [0, 90, 90, 97, 240], [0, 90, 95, 400, 543]
@@ -405,10 +374,10 @@ def test_the_hopper_kernel_computes_packed_attention(module, launch):
     )
     for s in (0, 2, 3):
         q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
-        keys = k.stop - k.start
-        alone = [t.transpose(0, 1) for t in (query[q], key[k], value[k])]
-        want = exact_attention(*alone, call, 0, keys, keys - (q.stop - q.start))
-        assert (got[q].double() - want).abs().max() < 0.03
+        alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
+        offset = torch.tensor([alone[1].shape[2] - alone[0].shape[2]])
+        want = exact_masked_attention(*alone, call, offset)
+        assert (got[q].double() - want[0]).abs().max() < 0.03
 
 
 def test_no_keys_at_all_give_zeros(launch):

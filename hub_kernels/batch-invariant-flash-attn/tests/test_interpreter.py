@@ -4,8 +4,6 @@ Bits say nothing here: the interpreter multiplies each tile with one NumPy call.
 the interpreter multiplies their integer patterns.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -14,36 +12,6 @@ pytestmark = [
     pytest.mark.interpreter,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests run the compiled kernels"),
 ]
-
-
-def exact_attention(query, key, value, call, query_offset, key_mask=None, origin=None, mask=None):
-    """float64, (B, Hq, Q, D) -> (B, Q, Hq, Dv)."""
-    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
-    query, key, value = query.double(), *(t.double().repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
-    score = query @ key.mT * call["scale"]
-    if call["softcap"]:
-        score = call["softcap"] * torch.tanh(score / call["softcap"])
-    position = (query_offset[:, None] + torch.arange(q_len))[:, None, :, None]
-    j = torch.arange(kv_len)
-    visible = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool)
-    if call["causal"]:
-        visible &= j <= position
-    if call["window_left"] >= 0:
-        visible &= j >= position - call["window_left"]
-    if call["window_right"] >= 0:
-        visible &= j <= position + call["window_right"]
-    if key_mask is not None:
-        visible &= key_mask[:, None, None]
-    if origin is not None:
-        visible &= (j >= origin[:, None])[:, None, None]
-    if mask is not None:
-        visible = visible & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
-        score = score if mask.dtype == torch.bool else score + mask
-    score = score.masked_fill(~visible, -math.inf)
-    if call["sinks"] is not None:
-        column = call["sinks"].double()[None, :, None, None].expand(batch, heads, q_len, 1)
-        return (torch.cat([score, column], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
-    return (score.softmax(-1).nan_to_num(0) @ value).transpose(1, 2)
 
 
 SHAPES = {  # batch, query heads, KV heads, Q, KV, D, Dv
@@ -63,7 +31,7 @@ FLOAT32 = [("small", change, torch.float32) for change in CHANGES] + [(s, "plain
 
 
 @pytest.mark.parametrize("shape, change, dtype", [*FLOAT32, ("small", "plain", torch.float16)], ids=str)
-def test_kernel_computes_attention(module, shape, change, dtype):
+def test_kernel_computes_attention(module, exact_masked_attention, shape, change, dtype):
     batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = SHAPES[shape]
     generator = torch.Generator().manual_seed(0)
 
@@ -90,13 +58,15 @@ def test_kernel_computes_attention(module, shape, change, dtype):
         extras = [{}]
     none = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
     for extra in extras:
-        exact = exact_attention(query, key, value, call, offset, **extra)
+        exact = exact_masked_attention(query, key, value, call, offset, **extra)
         for split in (False, True):
             got = module("_launch").launch_attention(query, key, value, **call, **(none | extra), split=split)
             assert (got.double() - exact).abs().max() < (3e-3 if dtype == torch.float16 else 2e-6), (extra, split)
 
 
-def test_rows_without_holes_are_as_good_as_unpadded_and_rows_with_holes_can_be_done_over(module):
+def test_rows_without_holes_are_as_good_as_unpadded_and_rows_with_holes_can_be_done_over(
+    module, exact_masked_attention
+):
     """What the launch of the Hopper kernel leaves to the plain one."""
     launch = module("_launch")
     generator = torch.Generator().manual_seed(1)
@@ -104,7 +74,9 @@ def test_rows_without_holes_are_as_good_as_unpadded_and_rows_with_holes_can_be_d
     present = torch.arange(260)[None] < torch.tensor([[250], [260]])
     present[1, 100] = False
     call = dict(causal=False, scale=0.125, softcap=0.0, sinks=None)
-    exact = exact_attention(query, key, value, call | dict(window_left=-1, window_right=-1), torch.zeros(2), present)
+    exact = exact_masked_attention(
+        query, key, value, call | dict(window_left=-1, window_right=-1), torch.zeros(2), present
+    )
     out = torch.full((2, 3, 1, 64), 7.0, dtype=torch.half)
     whole = dict(sequences=2, q_len=3, kv_len=260, window=(-1, -1), key_mask=present, split=False)
     tile = module("plan").Tile(16, warps=2, stages=2)
@@ -115,7 +87,7 @@ def test_rows_without_holes_are_as_good_as_unpadded_and_rows_with_holes_can_be_d
     assert (out.double() - exact).abs().max() < 3e-3
 
 
-def test_varlen_segments_are_attended_alone(module):
+def test_varlen_segments_are_attended_alone(module, exact_masked_attention):
     query, key, value = torch.randn(12, 4, 16), torch.randn(60, 2, 16), torch.randn(60, 2, 16)
     ends_q, ends_k = [0, 5, 5, 12], [0, 30, 33, 60]
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
@@ -129,7 +101,7 @@ def test_varlen_segments_are_attended_alone(module):
                 alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
                 offset = torch.tensor([alone[1].shape[2] - alone[0].shape[2]])
                 start = None if origin is None else origin[s : s + 1]
-                exact = exact_attention(*alone, call, offset, origin=start)[0]
+                exact = exact_masked_attention(*alone, call, offset, origin=start)[0]
                 assert (got[q].double() - exact).abs().max() < 2e-6
 
 
