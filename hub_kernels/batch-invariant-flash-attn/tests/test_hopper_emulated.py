@@ -32,7 +32,8 @@ class Tensor(torch.Tensor):
 
 
 def tensor(x) -> Tensor:
-    return torch.as_tensor(x).as_subclass(Tensor)
+    """Integers are 32-bit ones, as in the kernels: they wrap, and what does not fit is an error."""
+    return torch.as_tensor(x, dtype=torch.int32 if type(x) is int else None).as_subclass(Tensor)
 
 
 class Pointer:
@@ -204,7 +205,7 @@ def language(program: list, grid: tuple):
         int32=torch.int32,
         int64=torch.int64,
         bfloat16=torch.bfloat16,
-        arange=lambda begin, end, layout=None: tensor(torch.arange(begin, end)),
+        arange=lambda begin, end, layout=None: tensor(torch.arange(begin, end, dtype=torch.int32)),
         full=lambda shape, value, dtype, layout=None: tensor(torch.full(tuple(shape), value, dtype=dtype)),
         zeros=lambda shape, dtype, layout=None: tensor(torch.zeros(tuple(shape), dtype=dtype)),
         zeros_like=torch.zeros_like,
@@ -298,6 +299,8 @@ CHANGES = {
     "origin": {"origin": True},
     "origin in front": {"origin": True},
     "offset": {"query_offset": True},
+    "far window": {"causal": False, "window_left": 2**31 - 2, "window_right": 2**31 - 2, "query_offset": True},
+    "window beyond 32 bits": {"window_left": 2**31, "window_right": 2**40, "query_offset": True},
     "right padding": {"key_mask": True},
 }
 CASES = [(shape, "plain") for shape in SHAPES] + [("several heads and splits", change) for change in CHANGES]
@@ -342,7 +345,7 @@ def test_the_hopper_kernel_computes_attention(module, launch, exact_masked_atten
     if change.startswith("origin"):
         first = [3, 77] if change == "origin" else [-70, -1]
         extra["origin"] = torch.tensor(first[:batch], dtype=torch.int32)
-    if change == "offset":
+    if "query_offset" in CHANGES[change]:
         offset = extra["query_offset"] = torch.tensor([5, 200][:batch], dtype=torch.int32)
     if change == "right padding":
         present = torch.arange(kv_len) < torch.tensor([kv_len - 20, 260][:batch])[:, None]

@@ -64,6 +64,19 @@ def test_kernel_computes_attention(module, exact_masked_attention, shape, change
             assert (got.double() - exact).abs().max() < (3e-3 if dtype == torch.float16 else 2e-6), (extra, split)
 
 
+@pytest.mark.parametrize("side", ["window_left", "window_right"])
+def test_a_window_at_the_end_of_32_bits_hides_nothing(module, exact_masked_attention, side):
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(2, 1, length, 16, generator=generator) for length in (3, 37, 37))
+    offset = torch.tensor([40, -40], dtype=torch.int32)
+    call = dict(causal=False, scale=0.25, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    exact = exact_masked_attention(query, key, value, call, offset)
+    extra = dict(mask=None, key_mask=None, origin=None, query_offset=offset)
+    for split in (False, True):
+        got = module("_launch").launch_attention(query, key, value, **call | {side: 2**31 - 2}, **extra, split=split)
+        assert (got.double() - exact).abs().max() < 2e-6, split
+
+
 def test_rows_without_holes_are_as_good_as_unpadded_and_rows_with_holes_can_be_done_over(
     module, exact_masked_attention
 ):

@@ -18,6 +18,8 @@ from .key_mask import HEADER, is_prepared, prepared
 LOG2E = math.log2(math.e)
 # The Hopper kernel is written in Triton's experimental dialect: only for releases that it was run with.
 HOPPER_KERNEL = triton.__version__.startswith("3.6.")
+# A window that reaches so far hides nothing. The kernels add positions, which are far below it, to it in 32 bits.
+FAR = 2**30
 
 
 @functools.cache
@@ -244,6 +246,7 @@ def _prepare(
     whole = not varlen or origin is None
     descriptors = gpu.descriptors and full and whole and _describable(key, block_d) and _describable(value, block_dv)
 
+    window = tuple(min(side, FAR) for side in window)
     if query_offset is None and window[0] >= kv_len - 1:
         window = (-1, window[1])  # reaches behind the first key
     span = kv_len
