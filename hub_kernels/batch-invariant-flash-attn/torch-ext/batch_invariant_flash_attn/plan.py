@@ -26,10 +26,10 @@ L2_WHOLE = 40 * 2**20
 PERSISTENT_BLOCKS = 64
 # What such a tile costs beside its blocks of keys, in such blocks.
 BLOCKS_PER_TILE = 4
-# Programs whose shares of the work differ more than this (most over mean) wait for each other too long. With so many
-# tiles to a program they do not.
+# Programs whose shares of the work differ more than this (most over mean) wait for each other too long.
 MOST_UNEVEN = 1.1
-EVEN_TILES = 64
+# Up to so much more of it, fewer sections of heads are the better choice.
+AS_EVEN = 1.01
 
 
 @dataclass(frozen=True)
@@ -138,30 +138,27 @@ def hopper_grid(*, row_tiles: int, heads: int, blocks: int, bytes_each: int, gpu
     if blocks <= PERSISTENT_BLOCKS:
         fewest = min(heads, -(-heads * bytes_each // L2_SHARE))
         sizes = [-(-heads // count) for count in range(fewest, min(2 * fewest, fewest + 7, heads) + 1)]
-        if tiles > EVEN_TILES * programs:
-            return programs, sizes[0]
         work = {size: _unevenness(row_tiles, heads, size, blocks, programs) for size in sizes}
-        best = min(work, key=lambda size: round(work[size], 2))
-        if work[best] <= MOST_UNEVEN:
-            return programs, best
+        limit = min(MOST_UNEVEN, AS_EVEN * min(work.values()))
+        if even := [size for size in sizes if work[size] <= limit]:
+            return programs, even[0]
     return tiles, max(1, L2_SHARE // max(bytes_each, 1))
 
 
 def _unevenness(row_tiles: int, heads: int, side_by_side: int, blocks: int, programs: int) -> float:
-    """The most work of a program that the Hopper kernel's `_tile` deals causal tiles out to, over the mean: of nine of
-    the programs, in blocks of keys.
-    """
-    found = []
-    for program in (*range(0, programs, -(-programs // 8)), programs - 1):
-        work = 0.0
-        for wave in range(-(-row_tiles * heads // programs)):
-            number = wave * programs + (program if wave % 2 == 0 else programs - 1 - program)
-            section, rest = divmod(number, side_by_side * row_tiles)
-            here = min(side_by_side, heads - section * side_by_side)
-            if here > 0 and rest < here * row_tiles:
-                work += (row_tiles - rest // here) * blocks / row_tiles + BLOCKS_PER_TILE
-        found.append(work)
-    return max(found) * len(found) / sum(found)
+    """The most work of a program that the Hopper kernel's `_tile` deals causal tiles out to, over the mean."""
+    # Of a head's row tiles, from the longest on: integers, each row_tiles times the blocks that its tile is worth.
+    work = torch.arange(row_tiles, 0, -1, device="cpu") * blocks + BLOCKS_PER_TILE * row_tiles
+    sections, heads_left = divmod(heads, side_by_side)
+    waves = -(-row_tiles * heads // programs)
+    order = (
+        work[:, None].expand(sections, row_tiles, side_by_side).flatten(),
+        work.repeat_interleave(heads_left),
+        work.new_zeros(waves * programs - row_tiles * heads),
+    )
+    dealt = torch.cat(order).view(waves, programs)
+    each = dealt[::2].sum(0) + dealt[1::2].sum(0).flip(0)
+    return int(each.max()) * programs / (heads * int(work.sum()))
 
 
 def all_tiles(*, head_dim: int, value_head_dim: int, dtype: torch.dtype, gpu: Gpu) -> list[Tile]:
