@@ -287,12 +287,14 @@ class Launch:
 SHAPES = {
     "causal": (1, 4, 1, 100, 100, 64, 64),
     "several heads and splits": (2, 2, 2, 150, 390, 64, 64),
+    "four splits": (1, 2, 1, 140, 900, 64, 64),
     "groups of 3": (1, 3, 1, 70, 70, 64, 64),
     "wide values": (1, 4, 2, 40, 300, 64, 256),
 }
 CHANGES = {
     "plain": {},
     "window": {"window_left": 70},
+    "right window": {"causal": False, "window_right": 5},
     "both sides, sinks": {"causal": False, "window_left": 90, "window_right": 3, "sinks": True},
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": True},
@@ -304,7 +306,8 @@ CHANGES = {
     "right padding": {"key_mask": True},
 }
 CASES = [(shape, "plain") for shape in SHAPES] + [("several heads and splits", change) for change in CHANGES]
-CASES += [("groups of 3", "origin"), ("wide values", "origin"), ("wide values", "window"), ("causal", "sinks")]
+CASES += [(shape, "origin") for shape in ("four splits", "groups of 3", "wide values")]
+CASES += [("wide values", "window"), ("causal", "sinks")]
 
 
 @pytest.fixture
@@ -360,6 +363,42 @@ def test_the_hopper_kernel_computes_attention(module, launch, exact_masked_atten
     for tile in tiles:
         got = launch.launch_attention(query, key, value, **call, **extra, tile=tile, split=False)
         assert (got.double() - want).abs().max() < 0.03, tile
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_sections_of_heads_follow_each_other(module, launch, exact_masked_attention, monkeypatch, persistent):
+    """Ten heads of two row tiles, four of which the cache holds: on three programs, or on one for each tile."""
+    plan = module("plan")
+    states = torch.randn(3, 2, 5, 130, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    monkeypatch.setattr(plan, "L2_WHOLE", 0)
+    monkeypatch.setattr(plan, "L2_SHARE", 4 * 130 * (64 + 64) * 2)
+    monkeypatch.setattr(plan, "MOST_UNEVEN", 9.0 if persistent else 0.0)
+    monkeypatch.setattr(plan, "AS_EVEN", 9.0)
+    found, plan_anew = [], plan.hopper_grid.__wrapped__  # not the remembered one
+    monkeypatch.setattr(plan, "hopper_grid", lambda **problem: found.append(plan_anew(**problem)) or found[-1])
+    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    nothing = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
+    tile = plan.Tile(128, warps=4, stages=2, hopper=True)
+    got = launch.launch_attention(*states, **call, **nothing, tile=tile, split=False)
+    assert found == [(3 if persistent else 20, 4)]
+    want = exact_masked_attention(*states, call, torch.zeros(2, dtype=torch.int64))
+    assert (got.double() - want).abs().max() < 0.03
+
+
+def test_rows_with_holes_in_their_key_mask_are_done_over(module, launch, exact_masked_attention):
+    """By the other kernel, in Triton's interpreter, for which the states are float16."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(3, 2, length, 64, generator=generator).half() for length in (150, 390, 390))
+    present = torch.arange(390) < torch.tensor([390, 260, 390])[:, None]
+    present[0, 5] = present[2, 100:300] = False
+    value.masked_fill_(~present[:, None, :, None], math.nan)
+    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    extra = dict(mask=None, key_mask=present, origin=None, query_offset=None)
+    tile = module("plan").Tile(128, warps=4, stages=2, hopper=True)
+    got = launch.launch_attention(query, key, value, **call, **extra, tile=tile, split=False)
+    offset = torch.full((3,), 390 - 150)
+    want = exact_masked_attention(query, key, value.nan_to_num(0), call, offset, present)
+    assert (got.double() - want).abs().max() < 0.004
 
 
 def test_the_hopper_kernel_computes_packed_attention(module, launch, exact_masked_attention):
