@@ -138,6 +138,42 @@ def test_a_crowded_decode_step_gets_smaller_tiles(module):
         assert (tile.warps == 2) == crowded
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (5, -1), (-1, 2), (0, 0), (5, 0), (5, 2), (40, 40)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_that_neighbouring_queries_can_see_are_counted(module, causal, window):
+    j = torch.arange(30)
+    for queries in (1, 4, 50):
+        most = 0
+        for first in range(-50, 40):
+            i = torch.arange(first, first + queries)[:, None]
+            visible = (j <= i) | (not causal)
+            visible &= (j >= i - window[0]) | (window[0] < 0)
+            visible &= (j <= i + window[1]) | (window[1] < 0)
+            most = max(most, int(visible.any(0).sum()))
+        assert module("plan").visible_keys(queries, kv_len=30, causal=causal, window=window) == most
+
+
+def test_no_tile_has_more_rows_than_the_plan_says(module):
+    plan, tiles = module("plan"), module("tiles")
+    tables = (tiles.DEFAULT, tiles.ROOMY, *tiles.TUNED.values(), tiles.HOPPER)
+    found = [tile for table in tables for entries in table.values() for _, *entry in entries for tile in entry]
+    assert max(tile.rows for tile in found) == plan.MOST_ROWS
+
+
+@pytest.mark.parametrize(
+    ("window", "blocks"), [((-1, -1), 79), ((1023, 0), 17), ((1023, -1), 17), ((31, 0), 1), ((4990, 0), 79)], ids=str
+)
+def test_a_tile_is_as_long_as_its_window(module, monkeypatch, window, blocks):
+    """Of 1000 queries, the 32 in a tile of 4 heads a KV head; not the 5000 keys, nor those that any query sees."""
+    pytest.importorskip("triton")
+    launch, plan = module("_launch"), module("plan")
+    told, plan_tile = [], plan.attention_tile
+    monkeypatch.setattr(plan, "attention_tile", lambda **call: told.append(call["blocks"]) or plan_tile(**call))
+    query, key = (torch.empty(1, heads, n, 128, dtype=torch.bfloat16) for heads, n in ((8, 1000), (2, 5000)))
+    launch.attention_call(query, key, key, *[None] * 5, True, 0.1, *window, 0.0)
+    assert told == [blocks]
+
+
 def most_over_mean(row_tiles, heads, programs, side_by_side, blocks):
     """Work of every program, as the Hopper kernel deals out causal tiles."""
     work = [0] * programs

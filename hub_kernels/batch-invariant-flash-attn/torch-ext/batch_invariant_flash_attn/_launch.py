@@ -249,16 +249,15 @@ def _prepare(
     window = tuple(min(side, FAR) for side in window)
     if query_offset is None and window[0] >= kv_len - 1:
         window = (-1, window[1])  # reaches behind the first key
-    span = kv_len
-    if window[0] >= 0 and (causal or window[1] >= 0):
-        span = min(kv_len, window[0] + max(window[1], 0) + q_len)
+    seen = dict(kv_len=kv_len, causal=causal, window=window)
+    span = plan.visible_keys(q_len, **seen)
     splits = _most_splits(span, anywhere=origin is not None or window[0] >= 0)
     # Fewer keys than a split has are walked by one program, wherever they lie: a second one would not be faster.
     worth = splits if span > contract.SPLIT_STRETCHES[0][1] else 1
     problem = dict(
         rows=q_len * group,
         heads=sequences * kv_heads,
-        blocks=triton.cdiv(kv_len, kv_block),
+        blocks=triton.cdiv(plan.visible_keys(min(q_len, triton.cdiv(plan.MOST_ROWS, group)), **seen), kv_block),
         splits=worth,
         split_bytes=(value_dim + 2) * 4,
     )

@@ -22,6 +22,8 @@ WORKSPACE_LIMIT = 512 * 2**20
 L2_SHARE = 24 * 2**20
 # As many stay there if all heads run side by side.
 L2_WHOLE = 40 * 2**20
+# Rows of the largest tile.
+MOST_ROWS = 128
 # Up to so many blocks of keys, a tile is short for the Hopper kernel.
 PERSISTENT_BLOCKS = 64
 # What such a tile costs beside its blocks of keys, in such blocks.
@@ -84,6 +86,12 @@ def only_tile(*, head_dim: int, value_head_dim: int, dtype: torch.dtype) -> Tile
     return tiles.DEFAULT[_head_class(head_dim, value_head_dim)][-1][1]
 
 
+def visible_keys(queries: int, *, kv_len: int, causal: bool, window: tuple[int, int]) -> int:
+    """How many of kv_len keys `queries` neighbouring queries can see between them, at most."""
+    left, right = window[0], 0 if causal else window[1]
+    return kv_len if left < 0 or right < 0 else min(kv_len, left + right + queries)
+
+
 def attention_tile(
     *,
     rows: int,
@@ -99,8 +107,8 @@ def attention_tile(
 ) -> tuple[Tile, bool]:
     """The tile for `rows` packed query rows of each of `heads` KV heads, and whether to launch a program per split.
 
-    blocks: of keys. splits: how many a row may touch. split_bytes: partial results of one row and split. plain: nothing
-    but positions and windows hides a key, and the operands allow tensor descriptors.
+    blocks: of the keys that a tile can see. splits: how many a row may touch. split_bytes: partial results of one row
+    and split. plain: nothing but positions and windows hides a key, and the operands allow tensor descriptors.
     """
     if dtype == torch.float32:
         found = [only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)]
