@@ -288,6 +288,8 @@ def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bo
             attention("prefill", dim, dtype, 1, 2048, origin=per_row)
             if dtype != torch.float32 or exhaustive:  # float32 has one tile for a head size
                 attention("decode, split", dim, dtype, 1, 1, origin=per_row, query_offset=per_row)
+            if dim != 256 and dtype == torch.bfloat16:
+                attention("decode, unsplit", dim, dtype, 256, 1)
             if dim == 64 and dtype == torch.bfloat16:
                 keys, row = _meta(1, 4096, dtype=torch.bool), _meta(1, 1, 1, 4096, dtype=torch.bool)
                 attention("decode, key mask", dim, dtype, 1, 1, key_mask=keys)
@@ -298,12 +300,15 @@ def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bo
                 attention("prefill, sinks, softcap, window", dim, dtype, 1, 2048, sinks=sinks, **extras)
             if not exhaustive:
                 continue
-            attention("decode, unsplit", dim, dtype, 256, 1)
+            if dim == 256:
+                attention("decode, unsplit", dim, dtype, 256, 1)
             attention("prefill, key mask", dim, dtype, 1, 2048, key_mask=_meta(1, 2048, dtype=torch.bool))
             with _self_check_failed(selfcheck):
                 attention("prefill, self-check failed", dim, dtype, 1, 2048)
             for each in plan.all_tiles(head_dim=dim, value_head_dim=dim, dtype=dtype, gpu=gpu):
-                attention("prefill, every tile", dim, dtype, 1, 2048, tile=each, split=False, origin=per_row)
+                for split in (False, True, 1024) if each.decode else (False,):
+                    what, queries = ("decode", 1) if each.decode else ("prefill", 2048)
+                    attention(f"{what}, every tile", dim, dtype, 1, queries, tile=each, split=split, origin=per_row)
     return None
 
 

@@ -42,8 +42,9 @@ def attention_tiles(plan, gpu):
         rows, heads = case.q_len * case.heads // case.kv_heads, case.batch * case.kv_heads
         shape = dict(head_dim=case.head_dim, value_head_dim=case.head_dim, dtype=getattr(torch, case.dtype))
         for splits in (1, -(-case.kv_len // 256)):
-            call = dict(rows=rows, heads=heads, blocks=case.kv_len // 64, splits=splits, plain=True)
-            yield plan.attention_tile(**call, split_bytes=4 * (case.head_dim + 2), **shape, gpu=gpu)
+            call = dict(rows=rows, heads=heads, keys=case.kv_len, blocks=case.kv_len // 64, splits=splits, plain=True)
+            call |= dict(aligned=True, split_keys=256, split_bytes=4 * (case.head_dim + 2))
+            yield plan.attention_tile(**call, **shape, gpu=gpu)
 
 
 @pytest.mark.parametrize(

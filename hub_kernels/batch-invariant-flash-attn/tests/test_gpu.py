@@ -103,8 +103,10 @@ def test_every_tile_split_or_not_gives_the_same_bits(
     want = launch(*tensors, *settings)
     gpu = gpu(tensors[0].device)
     for tile in plan.all_tiles(head_dim=shape[2], value_head_dim=shape[3], dtype=dtype, gpu=gpu):
-        for split in (False,) if tile.hopper else (False, True):
-            assert_same_bits(launch(*tensors, *settings, tile=tile, split=split), want, f"{tile} split={split}")
+        last = 1 if tile.decode else 1100
+        for split in (False,) if tile.hopper else (False, True, 512) if tile.decode else (False, True):
+            got = launch(tensors[0][:, :, -last:], *tensors[1:], *settings, tile=tile, split=split)
+            assert_same_bits(got, want[:, -last:], f"{tile} split={split}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, **by_name)

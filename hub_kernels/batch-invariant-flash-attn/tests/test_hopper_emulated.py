@@ -8,6 +8,7 @@ outside of a tensor is an error. Bits say nothing here.
 
 import ast
 import inspect
+import itertools
 import math
 import threading
 from pathlib import Path
@@ -28,7 +29,7 @@ MBARRIER = object()
 class Tensor(torch.Tensor):
     """A torch tensor that has a layout, of which nothing depends on it."""
 
-    type = SimpleNamespace(layout=None)
+    type = SimpleNamespace(layout=SimpleNamespace(parent=None))
 
 
 def tensor(x) -> Tensor:
@@ -90,6 +91,32 @@ class Buffer:
 
     def load(self, layout):
         return tensor(self.data.clone())
+
+
+class Copies:
+    """What a program asked the copy units for, in groups.
+
+    early: done when asked for, which writes to buffers as soon as may be; else only when waited for, which leaves them
+    unwritten as long as may be.
+    """
+
+    def __init__(self, early: bool):
+        self.early, self.groups, self.current = early, [], []
+
+    def ask(self, buffer, pointer, mask):
+        def copy():
+            buffer.data.copy_(load(pointer, mask))
+
+        copy() if self.early else self.current.append(copy)
+
+    def commit(self):
+        self.groups.append(self.current)
+        self.current = []
+
+    def wait(self, but):
+        while len(self.groups) > but:
+            for copy in self.groups.pop(0):
+                copy()
 
 
 class Barrier:
@@ -199,6 +226,7 @@ def language(program: list, grid: tuple):
         constexpr=lambda x: x,
         to_tensor=tensor,
         program_id=lambda axis: tensor(program[axis]),
+        extra=SimpleNamespace(cuda=SimpleNamespace(gdc_launch_dependents=lambda: None)),
         num_programs=lambda axis: tensor(grid[axis]),
         static_range=range,
         float32=torch.float32,
@@ -218,6 +246,7 @@ def language(program: list, grid: tuple):
         reshape=lambda x, shape: x.reshape(tuple(shape)),
         permute=lambda x, order: x.permute(order),
         split=lambda x: (x[..., 0], x[..., 1]),
+        join=lambda a, b: torch.stack((a, b), -1),
         convert_layout=lambda x, layout: x,
         fma=lambda a, b, c: a * b + c,
         math=SimpleNamespace(exp2=lambda x: torch.exp2(tensor(x))),
@@ -229,9 +258,9 @@ def language(program: list, grid: tuple):
     )
 
 
-def functions(program: list, grid: tuple) -> dict:
+def functions(program: list, grid: tuple, early: bool) -> dict:
     """The functions of the kernels' source files, as plain Python."""
-    gl = language(program, grid)
+    gl, copies = language(program, grid), Copies(early)
 
     def jit(function=None, **options):
         return function or (lambda inner: inner)
@@ -248,38 +277,43 @@ def functions(program: list, grid: tuple) -> dict:
             arrive=lambda barrier, count: barrier.arrive(count, 0),
             expect=lambda barrier, nbytes: barrier.arrive(1, nbytes),
         ),
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=copies.ask, commit_group=copies.commit, wait_group=copies.wait
+        ),
         "tma": SimpleNamespace(async_copy_global_to_shared=copy_by_tma),
         "warpgroup_mma": product,
         "warpgroup_mma_wait": lambda left, deps: deps[0] if len(deps) == 1 else deps,
         "fence_async_shared": lambda: None,
     }
-    for name in ("_softmax_step", "_blocks", "_hopper_kernel"):
+    for name in ("_softmax_step", "_blocks", "_hopper_kernel", "_hopper_decode_kernel"):
         tree = ast.parse((SOURCES / f"{name}.py").read_text())
         tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
         exec(compile(tree, f"{name}.py", "exec"), found)
     # What is assembly.
     found["_at_once"] = found["_place_at_once"] = lambda x: x
-    found["_pack"] = lambda weights, dtype: weights.to(dtype)
-    found["_unpack"] = lambda packed, dtype, layout: packed
+    found["_pack"] = lambda weights, dtype: weights.to(dtype).view(torch.int16)
+    found["_unpack"] = lambda packed, dtype: packed.to(torch.int16).view(dtype)
     return found
 
 
 class Launch:
-    """In the place of the package's own, for the Hopper kernel; the others are Triton's and go to its interpreter."""
+    """In the place of the package's own, for the Hopper kernels; the others are Triton's and go to its interpreter."""
+
+    early = True
 
     def __init__(self, kernel, grid, numbers, **options):
         self.name, self.grid, self.numbers, self.options = kernel.__name__, grid, numbers, options
 
     def __call__(self, *tensors):
-        program = [0]
-        kernel = functions(program, self.grid)[self.name]
+        program, grid = [0, 0], (*self.grid, 1)[:2]
+        kernel = functions(program, grid, self.early)[self.name]
         names = inspect.signature(kernel).parameters
         arguments = [
             Pointer(each) if isinstance(each, torch.Tensor) else None if each is None else Descriptor(each)
             for each in tensors
         ]
         options = {name: value for name, value in self.options.items() if name in names}
-        for program[0] in range(self.grid[0]):
+        for program[:] in itertools.product(*map(range, grid)):
             kernel(*arguments, *self.numbers, **options)
 
 
@@ -320,15 +354,19 @@ def launch(module, monkeypatch):
     real = launch.Launch
 
     def emulated(kernel, *args, **options):
-        return (Launch if kernel.__name__.startswith("hopper") else real)(kernel, *args, **options)
+        if kernel.__name__.startswith("hopper"):
+            return Launch(kernel, *args, **options)
+        if "PDL" in options:  # the interpreter does not know dependent launches
+            options = options | dict(PDL=False, launch_pdl=False)
+        return real(kernel, *args, **options)
 
     monkeypatch.setattr(launch, "Launch", emulated)
     return launch
 
 
-@pytest.mark.parametrize("shape, change", CASES)
-def test_the_hopper_kernel_computes_attention(module, launch, exact_masked_attention, shape, change):
-    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = SHAPES[shape]
+def problem(module, exact_masked_attention, sizes, change):
+    """(query, key, value), the settings and further tensors of `launch_attention`, and what comes out."""
+    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = sizes
     generator = torch.Generator().manual_seed(0)
 
     def random(*size):
@@ -340,7 +378,7 @@ def test_the_hopper_kernel_computes_attention(module, launch, exact_masked_atten
     value = value[:, :, :kv_len]
     call = dict(causal=True, scale=head_dim**-0.5, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     extra = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
-    call |= CHANGES[change]
+    call |= CHANGES.get(change, {})
     call = {name: call[name] for name in call if name not in extra}
     if call["sinks"]:
         call["sinks"] = random(heads)
@@ -348,20 +386,29 @@ def test_the_hopper_kernel_computes_attention(module, launch, exact_masked_atten
     if change.startswith("origin"):
         first = [3, 77] if change == "origin" else [-70, -1]
         extra["origin"] = torch.tensor(first[:batch], dtype=torch.int32)
-    if "query_offset" in CHANGES[change]:
+    if "query_offset" in CHANGES.get(change, {}):
         offset = extra["query_offset"] = torch.tensor([5, 200][:batch], dtype=torch.int32)
-    if change == "right padding":
+    if change in ("right padding", "holes"):
         present = torch.arange(kv_len) < torch.tensor([kv_len - 20, 260][:batch])[:, None]
+        if change == "holes":
+            present[0, torch.arange(7, kv_len, 5)] = False
         extra["key_mask"] = module("key_mask").prepared(present, None)
         value.masked_fill_(~present[:, None, :, None], math.nan)
+    want = exact_masked_attention(query, key, value.nan_to_num(0), call, offset, present, extra["origin"])
+    return (query, key, value), call, extra, want
+
+
+@pytest.mark.parametrize("shape, change", CASES)
+def test_the_hopper_kernel_computes_attention(module, launch, exact_masked_attention, shape, change):
+    states, call, extra, want = problem(module, exact_masked_attention, SHAPES[shape], change)
+    head_dim, value_dim = SHAPES[shape][-2:]
     tiles = module("plan").all_tiles(
-        head_dim=head_dim, value_head_dim=value_dim, dtype=query.dtype, gpu=launch.gpu_of(query.device)
+        head_dim=head_dim, value_head_dim=value_dim, dtype=torch.bfloat16, gpu=launch.gpu_of(states[0].device)
     )
     tiles = [tile for tile in tiles if tile.hopper]
     assert tiles
-    want = exact_masked_attention(query, key, value.nan_to_num(0), call, offset, present, extra["origin"])
     for tile in tiles:
-        got = launch.launch_attention(query, key, value, **call, **extra, tile=tile, split=False)
+        got = launch.launch_attention(*states, **call, **extra, tile=tile, split=False)
         assert (got.double() - want).abs().max() < 0.03, tile
 
 
@@ -373,7 +420,7 @@ def test_sections_of_heads_follow_each_other(module, launch, exact_masked_attent
     monkeypatch.setattr(plan, "L2_WHOLE", 0)
     monkeypatch.setattr(plan, "L2_SHARE", 4 * 130 * (64 + 64) * 2)
     monkeypatch.setattr(plan, "MOST_UNEVEN", 9.0 if persistent else 0.0)
-    monkeypatch.setattr(plan, "AS_EVEN", 9.0)
+    monkeypatch.setattr(plan, "_unevenness", lambda row_tiles, heads, size, *_: 1.0 if size == 4 else 2.0)
     found, plan_anew = [], plan.hopper_grid.__wrapped__  # not the remembered one
     monkeypatch.setattr(plan, "hopper_grid", lambda **problem: found.append(plan_anew(**problem)) or found[-1])
     call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
@@ -422,6 +469,27 @@ def test_the_hopper_kernel_computes_packed_attention(module, launch, exact_maske
         assert (got[q].double() - want[0]).abs().max() < 0.03
 
 
+def test_the_decode_kernel_computes_packed_attention(module, launch, exact_masked_attention):
+    generator = torch.Generator().manual_seed(1)
+    ends_q, ends_k = [0, 1, 1, 8, 17], [0, 290, 295, 295, 900]  # the third sequence has queries and no keys
+    query = torch.randn(ends_q[-1], 6, 128, generator=generator).bfloat16()
+    key, value = torch.randn(2, ends_k[-1], 2, 128, generator=generator).bfloat16()
+    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
+    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    for split in (False, True, 512):
+        tile = module("plan").Tile(32, warps=4, stages=2, decode=True)
+        got = launch.launch_attention_varlen(
+            query, key, value, *bounds, 9, 605, **call, origin=None, tile=tile, split=split
+        )
+        assert (got[1:8] == 0).all()
+        for s in (0, 3):
+            q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
+            alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
+            offset = torch.tensor([alone[1].shape[2] - alone[0].shape[2]])
+            want = exact_masked_attention(*alone, call, offset)
+            assert (got[q].double() - want[0]).abs().max() < 0.03
+
+
 def test_no_keys_at_all_give_zeros(launch):
     """Nothing can describe such keys to the copy engine."""
     query, key = torch.randn(1, 4, 70, 64).bfloat16(), torch.empty(1, 1, 0, 64, dtype=torch.bfloat16)
@@ -429,3 +497,33 @@ def test_no_keys_at_all_give_zeros(launch):
     nothing = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
     tile = launch.plan.Tile(64, warps=4, stages=2)
     assert (launch.launch_attention(query, key, key, **call, **nothing, tile=tile, split=False) == 0).all()
+
+
+# batch, query heads, KV heads, Q, KV, D, Dv
+DECODE_SHAPES = {
+    "a step": (2, 4, 2, 1, 700, 64, 64),
+    "heads of 128": (2, 7, 1, 1, 330, 128, 128),
+    "several queries": (2, 6, 2, 9, 400, 64, 64),
+    "wide values": (1, 2, 1, 2, 300, 64, 128),
+    "long": (1, 2, 1, 1, 5500, 64, 64),
+}
+DECODE_CASES = [(shape, "plain") for shape in DECODE_SHAPES]
+DECODE_CASES += [("several queries", change) for change in (*CHANGES, "holes") if change != "plain"]
+DECODE_CASES += [("a step", change) for change in ("window", "origin in front", "holes")]
+DECODE_CASES += [("long", change) for change in ("window", "origin", "offset")]
+
+
+@pytest.mark.parametrize("shape, change", DECODE_CASES)
+def test_the_decode_kernel_computes_attention(module, launch, monkeypatch, exact_masked_attention, shape, change):
+    """Copies are done as early as may be, when they are asked for, and as late, when they are waited for."""
+    plan = module("plan")
+    states, call, extra, want = problem(module, exact_masked_attention, DECODE_SHAPES[shape], change)
+    splits = [(2, False), (3, True), (2, 1024)]
+    if extra["origin"] is None and call["window_left"] < 0 and states[1].shape[2] <= 4096:
+        splits.append((3, 512))
+    for number, (stages, split) in enumerate(splits):
+        monkeypatch.setattr(Launch, "early", number % 2 == 0)
+        rows = 32 if number % 3 else 64
+        tile = plan.Tile(rows, warps=4, stages=stages, decode=True)
+        got = launch.launch_attention(*states, **call, **extra, tile=tile, split=split)
+        assert (got.double() - want).abs().max() < 0.03, (tile, split)

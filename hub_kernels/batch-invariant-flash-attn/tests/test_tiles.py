@@ -37,9 +37,10 @@ def test_every_tile_and_every_split_gives_the_same_bits(module, assert_same_bits
         call["sinks"] = torch.randn(query_heads, device="cuda", generator=generator).to(dtype)
     want = launch.launch_attention(query, key, value, **call)
     for tile in tiles_of(module, head_dim, dtype):
-        for split in (False,) if tile.hopper else (False, True):
-            got = launch.launch_attention(query, key, value, **call, tile=tile, split=split)
-            assert_same_bits(got, want, f"{tile}, split {split}")
+        last = tile.rows * kv_heads // query_heads if tile.decode else query.shape[2]
+        for split in (False,) if tile.hopper else (False, True, 1024) if tile.decode else (False, True):
+            got = launch.launch_attention(query[:, :, -last:], key, value, **call, tile=tile, split=split)
+            assert_same_bits(got, want[:, -last:], f"{tile}, split {split}")
 
 
 @pytest.mark.gpu
@@ -53,8 +54,58 @@ def test_heads_that_do_not_fill_half_a_tile(module, assert_same_bits, head_dim):
         key, value = key.contiguous(), value.contiguous()
         want = launch.launch_attention(query, key, value, **call, tile=tiles[0], split=False)
         for tile in tiles[1:]:
+            if tile.decode:
+                continue
             got = launch.launch_attention(query, key, value, **call, tile=tile, split=False)
             assert_same_bits(got, want, f"{group} heads, {tile}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decode_tiles_in_layouts_of_all_kinds(module, assert_same_bits, head_dim):
+    """Rows 16 bytes longer than the head, a batch of one at any stride, heads beside each other, one key, 64 rows."""
+    launch, call = module("_launch"), PLAIN | dict(scale=0.1)
+    tiles = [tile for tile in tiles_of(module, head_dim) if tile.decode]
+    if not tiles:
+        pytest.skip("this GPU has no decode kernel")
+    for heads, q_len, kv_len in ((8, 1, 700), (8, 8, 700), (7, 9, 300), (3, 1, 1), (1, 1, 64), (64, 1, 513)):
+        long_rows = torch.randn(2, heads + 2, 1000, head_dim + 8, device="cuda", dtype=torch.bfloat16)[..., :head_dim]
+        side_by_side = torch.randn(2, 1000, heads + 2, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        one = torch.randn(3 + (heads + 2) * 1000 * head_dim, device="cuda", dtype=torch.bfloat16)
+        one = (
+            one[:-3]
+            .view(heads + 2, 1000, head_dim)
+            .as_strided((1, heads + 2, 1000, head_dim), (3, 1000 * head_dim, head_dim, 1))
+        )
+        for states in (long_rows, side_by_side, one):
+            query, key, value = states[:, :heads, :q_len], states[:, heads:-1, :kv_len], states[:, -1:, :kv_len]
+            plain = [each.contiguous() for each in (query, key, value)]
+            want = launch.launch_attention(*plain, **call, tile=tiles_of(module, head_dim)[0], split=False)
+            for tile in tiles:
+                if heads * q_len <= tile.rows:
+                    for split in (False, True):
+                        got = launch.launch_attention(query, key, value, **call, tile=tile, split=split)
+                        assert_same_bits(got, want, f"{heads} heads, {q_len} x {kv_len}, {tile}, split {split}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("heads, head_dim", [((28, 4), 128), ((9, 3), 64)])
+def test_packed_decode_steps_have_the_bits_of_single_ones(module, kernel, assert_same_bits, heads, head_dim, dtype):
+    lengths_q, lengths_k = [1, 0, 3, 1, 1], [900, 5, 0, 6000, 1]
+    q = torch.randn(sum(lengths_q), heads[0], head_dim, device="cuda").to(dtype)
+    k, v = torch.randn(2, sum(lengths_k), heads[1], head_dim, device="cuda").to(dtype)
+    bounds = [
+        torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32) for lengths in (lengths_q, lengths_k)
+    ]
+    packed = kernel.attention_varlen(q, k, v, *bounds, max(lengths_q), max(lengths_k), causal=True)
+    parts = zip(*(x.split(lengths) for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k))), strict=True)
+    for part, got in zip(parts, packed.split(lengths_q), strict=True):
+        if 0 in (len(part[0]), len(part[1])):
+            assert (got == 0).all()
+        else:
+            alone = kernel.attention(*(x.transpose(0, 1)[None] for x in part), causal=True)
+            assert_same_bits(got, alone[0], f"{part[0].shape} {part[1].shape}")
 
 
 @pytest.mark.gpu
@@ -109,22 +160,34 @@ def test_plan_serves_every_call_with_a_listed_tile(module, dtype, capability):
             for total in (1, 8, 64, 1000):
                 for splits in (1, 2, 40):
                     for plain in (False, True):
-                        call = dict(rows=rows, heads=total, blocks=4 * splits, splits=splits, plain=plain)
-                        tile, split = plan.attention_tile(**call, split_bytes=4 * value_dim, **shape, gpu=gpu)
+                        call = dict(rows=rows, heads=total, splits=splits, plain=plain, aligned=plain, split_keys=256)
+                        call |= dict(keys=256 * splits, blocks=4 * splits, split_bytes=4 * value_dim)
+                        tile, split = plan.attention_tile(**call, **shape, gpu=gpu)
                         assert tile in plan.all_tiles(**shape, gpu=gpu)
                         assert not (tile.hopper and (split or not plain or capability != (9, 0)))
+                        assert not (tile.decode and (not plain or capability != (9, 0) or rows > tile.rows))
                         assert not split or splits > 1
+                        assert split in (False, True) or tile.decode
 
 
 def test_partial_results_take_bounded_memory(module):
     plan = module("plan")
     gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True)
     call = dict(
-        rows=64, heads=90, blocks=4, split_bytes=4 * 130, head_dim=128, value_head_dim=128, dtype=torch.bfloat16
+        rows=64,
+        heads=90,
+        keys=10000,
+        blocks=4,
+        split_bytes=4 * 130,
+        head_dim=128,
+        value_head_dim=128,
+        dtype=torch.bfloat16,
     )
     each = 90 * 64 * call["split_bytes"]
     for splits, apart in ((plan.WORKSPACE_LIMIT // each, True), (plan.WORKSPACE_LIMIT // each + 1, False)):
-        assert plan.attention_tile(**call, splits=splits, plain=True, gpu=gpu)[1] == apart
+        for aligned in (False, True):
+            call |= dict(plain=True, aligned=aligned, split_keys=1024)
+            assert plan.attention_tile(**call, splits=splits, gpu=gpu)[1] == apart
 
 
 def test_a_crowded_decode_step_gets_smaller_tiles(module):
@@ -133,7 +196,8 @@ def test_a_crowded_decode_step_gets_smaller_tiles(module):
     shape = dict(head_dim=128, value_head_dim=128, dtype=torch.bfloat16)
     crowd = int(100 * tiles.CROWDED_PROGRAMS_PER_SM)
     for heads, splits, crowded in ((crowd, 1, True), (crowd - 1, 1, False), (5, crowd // 5, True), (5, 2, False)):
-        call = dict(rows=4, heads=heads, blocks=4 * splits, splits=splits, split_bytes=520, plain=True)
+        call = dict(rows=4, heads=heads, keys=256 * splits, blocks=4 * splits, splits=splits, split_bytes=520)
+        call |= dict(plain=True, aligned=False, split_keys=256)
         tile, _ = plan.attention_tile(**call, **shape, gpu=gpu)
         assert (tile.warps == 2) == crowded
 
@@ -194,20 +258,72 @@ def test_the_hopper_kernel_deals_out_equal_work_or_leaves_it_to_the_gpu(module, 
         grid = dict(row_tiles=row_tiles, heads=heads, blocks=blocks, bytes_each=bytes_each, gpu=gpu)
         programs, side_by_side = plan.hopper_grid(**grid)
         most_programs = min(row_tiles * heads, gpu.multiprocessors)
-        if heads * bytes_each <= plan.L2_WHOLE:
-            assert (programs, side_by_side) == (most_programs, heads)
-            continue
+        sizes = {size for size in plan.SMALL_SECTIONS if size < heads and size * bytes_each <= plan.L2_SHARE}
+        fits = heads * bytes_each <= plan.L2_WHOLE
         fewest = -(-heads * bytes_each // plan.L2_SHARE)
-        work = {}
-        for sections in range(fewest, min(2 * fewest, fewest + 7, heads) + 1):
-            size = -(-heads // sections)
-            work[size] = most_over_mean(row_tiles, heads, most_programs, size, blocks)
-        if blocks > plan.PERSISTENT_BLOCKS or min(work.values()) > plan.MOST_UNEVEN:
+        for sections in (1,) if fits else range(fewest, min(2 * fewest, fewest + 7, heads) + 1):
+            sizes.add(-(-heads // sections))
+        work = {size: most_over_mean(row_tiles, heads, most_programs, size, blocks) for size in sizes}
+        if not fits and (blocks > plan.PERSISTENT_BLOCKS or min(work.values()) > plan.MOST_UNEVEN):
             assert programs == row_tiles * heads  # one to a tile: the GPU's scheduler
             assert side_by_side * bytes_each <= plan.L2_SHARE
         else:
-            even = [size for size in work if work[size] <= min(plan.MOST_UNEVEN, plan.AS_EVEN * min(work.values()))]
-            assert (programs, side_by_side) == (most_programs, max(even))
+            even = [size for size in work if work[size] <= min(work.values()) + plan.AS_EVEN]
+            assert (programs, side_by_side) == (most_programs, min(even))
+
+
+def decode_call(heads, keys, head_dim=128, rows=4, **change):
+    splits = -(-keys // 256)
+    call = dict(rows=rows, heads=heads, keys=keys, blocks=-(-keys // 64), splits=splits, split_bytes=4 * (head_dim + 2))
+    call |= dict(head_dim=head_dim, value_head_dim=head_dim, dtype=torch.bfloat16, plain=True, aligned=True)
+    return call | dict(split_keys=256) | change
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "split_keys", "split"),
+    [
+        (8, 256, 256, False),  # one split
+        (8, 300, 256, True),
+        (99, 4096, 256, False),  # as many programs as keep the GPU busy
+        (64, 1024, 256, True),  # 256 programs, of which 264 fit
+        (67, 1024, 256, 512),
+        (30, 4096, 256, 512),
+        (64, 4096, 256, 1024),
+        (64, 4096, 1024, 1024),
+        (98, 4096, 1024, 2048),
+        (64, 600, 1024, True),  # nothing that is cut at multiples of 1024
+        (64, 5000, 1024, True),  # some splits are longer than others
+    ],
+)
+def test_decode_programs_take_as_many_splits_as_let_all_of_them_run_at_once(module, heads, keys, split_keys, split):
+    plan = module("plan")
+    gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227)
+    tile, found = plan.attention_tile(**decode_call(heads, keys, split_keys=split_keys), gpu=gpu)
+    assert tile.decode
+    assert found == split and isinstance(found, bool) == isinstance(split, bool)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "decode"),
+    [(264, 64, True), (265, 64, False), (396, 64, False), (397, 64, True), (300, 128, True)],
+)
+def test_half_empty_waves_of_decode_programs_are_left_to_smaller_ones(module, heads, head_dim, decode):
+    plan = module("plan")
+    gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227)
+    tile, split = plan.attention_tile(**decode_call(heads, 2000, head_dim), gpu=gpu)
+    assert (tile.decode, split) == (decode, False)
+    assert decode or (tile.rows, tile.warps) == (16, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33, 64, 65])
+def test_a_decode_tile_holds_all_rows_and_few_blocks_take_few_buffers(module, rows):
+    plan = module("plan")
+    gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227)
+    for keys, stages in ((128, 2), (129, 3)):
+        tile, _ = plan.attention_tile(**decode_call(8, keys, rows=rows), gpu=gpu)
+        assert tile.decode == (rows <= 64)
+        if tile.decode:
+            assert (tile.rows, tile.stages) == (32 if rows <= 32 else 64, stages)
 
 
 @pytest.mark.parametrize(

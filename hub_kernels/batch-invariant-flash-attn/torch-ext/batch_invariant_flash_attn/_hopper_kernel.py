@@ -233,13 +233,13 @@ def _pack(weights, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """The weights (R, N) that `_pack` rounded, as the left operand of a product."""
+def _unpack(packed, dtype: gl.constexpr):
+    """The weights (R, N) that `_pack` rounded."""
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     both = gl.join(even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True))
-    return gl.convert_layout(gl.reshape(both, (packed.shape[0], 2 * packed.shape[1])), layout)
+    return gl.reshape(both, (packed.shape[0], 2 * packed.shape[1]))
 
 
 @gluon.jit
@@ -294,7 +294,7 @@ def _steps(
         before, filled = _slot(done + i - 1)
         mbarrier.wait(v_ready.index(before), filled)
         v = v_buffers.index(PARTS * before + PART).reshape((BLOCK_N, BLOCK_DV))
-        p = _unpack(packed, dtype, p_layout)
+        p = gl.convert_layout(_unpack(packed, dtype), p_layout)
         acc_token = warpgroup_mma(p, v, acc, is_async=True)
         score = warpgroup_mma_wait(1, deps=(score_token,))
         if SOFTCAP:
@@ -480,7 +480,7 @@ def _attend_tile(
             values = v.load(value_rows)
             v.store(gl.where(there[:, None], values, gl.zeros_like(values)))
             fence_async_shared()
-        p = _unpack(packed, dtype, p_layout)
+        p = gl.convert_layout(_unpack(packed, dtype), p_layout)
         acc_token = warpgroup_mma(p, v, acc, is_async=True)
         place = _place_at_once(_tile(following, tensors, problem, sizes))
         acc = warpgroup_mma_wait(0, deps=(acc_token, p))[0]

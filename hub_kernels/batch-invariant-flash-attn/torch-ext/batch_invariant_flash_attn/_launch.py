@@ -105,11 +105,12 @@ def launch_attention(
     query_offset: torch.Tensor | None,
     *,
     tile: plan.Tile | None = None,
-    split: bool | None = None,
+    split: bool | int | None = None,
 ) -> torch.Tensor:
     """query (B, Hq, Q, D), key (B, Hkv, KV, D), value (B, Hkv, KV, Dv) -> (B, Q, Hq, Dv) contiguous.
 
     `tile` and `split`, given together, override the plan (tests, tuning); the bits are the same for every choice.
+    split: whether each split has a program of its own; for decode tiles also the keys, whole splits of them, of each.
     """
     tensors = (query, key, value, sinks, mask, key_mask, origin, query_offset)
     settings = (causal, scale, window_left, window_right, softcap)
@@ -168,7 +169,7 @@ def launch_attention_varlen(
     origin: torch.Tensor | None,
     *,
     tile: plan.Tile | None = None,
-    split: bool | None = None,
+    split: bool | int | None = None,
 ) -> torch.Tensor:
     """query (Tq, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv), cu_seqlens (S + 1,) and origin
     (S,) int32 -> (Tq, Hq, Dv).
@@ -244,6 +245,7 @@ def _prepare(
     full = mask is None and query.dtype != torch.float32 and min(block_d, block_dv) >= 64
     # In front of a packed sequence lie values of another one, which a load by descriptor would bring along.
     whole = not varlen or origin is None
+    aligned = full and _describable(key, block_d) and _describable(value, block_dv) and _describable(query, block_d)
     descriptors = gpu.descriptors and full and whole and _describable(key, block_d) and _describable(value, block_dv)
 
     window = tuple(min(side, FAR) for side in window)
@@ -251,22 +253,27 @@ def _prepare(
         window = (-1, window[1])  # reaches behind the first key
     seen = dict(kv_len=kv_len, causal=causal, window=window)
     span = plan.visible_keys(q_len, **seen)
-    splits = _most_splits(span, anywhere=origin is not None or window[0] >= 0)
+    anywhere = origin is not None or window[0] >= 0
+    splits = _most_splits(span, anywhere=anywhere)
     # Fewer keys than a split has are walked by one program, wherever they lie: a second one would not be faster.
     worth = splits if span > contract.SPLIT_STRETCHES[0][1] else 1
     problem = dict(
         rows=q_len * group,
         heads=sequences * kv_heads,
+        keys=span,
         blocks=triton.cdiv(plan.visible_keys(min(q_len, triton.cdiv(plan.MOST_ROWS, group)), **seen), kv_block),
         splits=worth,
         split_bytes=(value_dim + 2) * 4,
+        split_keys=contract.split_multiple(None if anywhere else kv_len),
+        gpu=gpu,
     )
     if tile is None:
         free = selfcheck.tiles_agree(device=device, **shape)
-        full, descriptors = full and free, descriptors and free
-        tile, split = plan.attention_tile(**problem, **shape, plain=descriptors, gpu=gpu)
+        full, descriptors, aligned = full and free, descriptors and free, aligned and free
+        tile, split = plan.attention_tile(**problem, **shape, plain=descriptors, aligned=aligned)
         tile = tile if free else plan.only_tile(**shape)
     assert not tile.hopper or (descriptors and not split), tile
+    assert not tile.decode or (aligned and q_len * group <= tile.rows), tile
     row_tiles = triton.cdiv(q_len * group, tile.rows)
     programs = sequences * kv_heads * row_tiles
     options = dict(
@@ -324,7 +331,7 @@ def _prepare(
                 key_mask=key_mask,
                 origin=origin,
                 query_offset=query_offset,
-                tile=plan.attention_tile(**problem, **shape, plain=False, gpu=gpu)[0],
+                tile=plan.attention_tile(**problem, **shape, plain=False, aligned=False)[0],
                 split=False,
                 only_holes=True,
             )
@@ -339,7 +346,7 @@ def _prepare(
 
         return call_hopper
 
-    padded_rows = row_tiles * tile.rows
+    padded_rows = q_len * group if tile.decode else row_tiles * tile.rows
     pdl = bool(split) and gpu.descriptors
     descriptors = descriptors and tile.rows >= 64  # a decode step is too short to pay for making them
     key_of = _descriptor_of(key, kv_block) if descriptors else _no_descriptor
@@ -349,40 +356,66 @@ def _prepare(
         mask_kind = 1 if mask.dtype == torch.bool else 2
         floor = 0.0 if mask_kind == 1 else contract.mask_floor(mask.dtype)
         mask_strides = _mask(mask).expand(sequences, heads, q_len, kv_len).stride()
-    launch = Launch(
-        attention_kernel,
-        (programs, splits if split else 1),
-        (
-            q_len,
-            kv_len,
-            kv_heads,
-            row_tiles,
-            splits,
-            *scales,
-            1 / (softcap or scale),
-            floor,
-            *window,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *mask_strides,
-            kv_len + HEADER if key_mask is not None else 0,
-        ),
-        **options,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        MASK=mask_kind,
-        SPLIT=split,
-        FULL=full,
-        PDL=pdl,
-        ONLY_HOLES=only_holes,
-        BLOCK_R=tile.rows,
-        BLOCK_N=kv_block,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    if tile.decode:
+        from ._hopper_decode_kernel import hopper_decode_kernel
+
+        program_keys = 0 if split is True else int(split)
+        assert program_keys % problem["split_keys"] == 0, program_keys
+        parts = triton.cdiv(max(span, 1), program_keys) + anywhere if program_keys else splits
+        launch = Launch(
+            hopper_decode_kernel,
+            (programs, parts if split else 1),
+            (
+                *(q_len, kv_len, kv_heads, padded_rows, splits, program_keys, *scales, *window),
+                *(stride // 8 for tensor in (query, key, value) for stride in _strides(tensor)[:3]),
+                kv_len + HEADER if key_mask is not None else 0,
+            ),
+            **options,
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            SPLIT=bool(split),
+            SEVERAL=program_keys > 0,
+            PDL=pdl,
+            ROWS=tile.rows,
+            BLOCK_N=kv_block,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+        )
+    else:
+        launch = Launch(
+            attention_kernel,
+            (programs, splits if split else 1),
+            (
+                q_len,
+                kv_len,
+                kv_heads,
+                row_tiles,
+                splits,
+                *scales,
+                1 / (softcap or scale),
+                floor,
+                *window,
+                *query.stride()[:3],
+                *key.stride()[:3],
+                *value.stride()[:3],
+                *mask_strides,
+                kv_len + HEADER if key_mask is not None else 0,
+            ),
+            **options,
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            MASK=mask_kind,
+            SPLIT=split,
+            FULL=full,
+            PDL=pdl,
+            ONLY_HOLES=only_holes,
+            BLOCK_R=tile.rows,
+            BLOCK_N=kv_block,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     if split:
         parts = (sequences, kv_heads, padded_rows, splits)
         columns = min(64, block_dv)
@@ -407,8 +440,12 @@ def _prepare(
         if split:
             part_out = query.new_empty((*parts, value_dim), dtype=torch.float32)
             part_state = query.new_empty((*parts, 2), dtype=torch.float32)
-        states = (query, key, value, key_of(key), value_of(value), out, part_out, part_state)
-        launch(*states, sinks, _mask(mask), _prepared(key_mask, origin), origin, query_offset, cu_query, cu_key)
+        results, rest = (out, part_out, part_state, sinks), (origin, query_offset, cu_query, cu_key)
+        key_mask = _prepared(key_mask, origin)
+        if tile.decode:
+            launch(query, key, value, *results, key_mask, *rest)
+        else:
+            launch(query, key, value, key_of(key), value_of(value), *results, _mask(mask), key_mask, *rest)
         if split:
             combine(part_out, part_state, sinks, out, cu_query)
 

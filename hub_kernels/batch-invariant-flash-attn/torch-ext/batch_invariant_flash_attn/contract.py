@@ -55,6 +55,11 @@ def split_begin(split: int) -> int:
     raise AssertionError("unreachable")
 
 
+def split_multiple(keys: int | None) -> int:
+    """The fewest keys such that every multiple of it among the first `keys` (None: among any number) begins a split."""
+    return max(length for first, length in SPLIT_STRETCHES if keys is None or first < keys)
+
+
 def mask_floor(dtype: torch.dtype) -> float:
     """An additive mask value at or below this hides the key, like -inf: `finfo.min` is how Transformers says "no"."""
     return torch.finfo(dtype).min / 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import tiles
+from . import contract, tiles
 from .tiles import Tile
 
 # A call is cut into one program per split when its row tiles alone would leave the GPU this empty (programs per SM).
@@ -30,8 +30,10 @@ PERSISTENT_BLOCKS = 64
 BLOCKS_PER_TILE = 4
 # Programs whose shares of the work differ more than this (most over mean) wait for each other too long.
 MOST_UNEVEN = 1.1
-# Up to so much more of it, fewer sections of heads are the better choice.
-AS_EVEN = 1.01
+# Up to so much more of it, the smaller one of two sections of heads is the better choice.
+AS_EVEN = 0.03
+# Heads side by side that are looked at wherever so many and more fit the cache.
+SMALL_SECTIONS = range(2, 13)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,48 @@ def _hopper_tile(head_dim: int, value_head_dim: int, blocks: int, gpu: Gpu) -> T
     return _entry(table, blocks)[0] if table else None
 
 
+def _decode_tiles(head_dim: int, value_head_dim: int, gpu: Gpu) -> tuple:
+    """The decode kernel's table for a head shape, empty where it serves none."""
+    if not gpu.hopper_kernel or gpu.capability != (9, 0) or {head_dim, value_head_dim} - {64, 128}:
+        return ()
+    return tiles.DECODE
+
+
+def _decode_tile(
+    rows: int,
+    heads: int,
+    keys: int,
+    blocks: int,
+    splits: int,
+    split_bytes: int,
+    head_dim: int,
+    value_head_dim: int,
+    split_keys: int,
+    gpu: Gpu,
+) -> tuple[Tile, bool | int] | None:
+    """What `attention_tile` finds for few rows on Hopper, if the decode kernel serves them."""
+    entries = _decode_tiles(head_dim, value_head_dim, gpu)
+    if not entries or rows > entries[-1][0]:
+        return None
+    short, long = _entry(entries, rows)
+    tile = short if blocks <= tiles.DECODE_SHORT_BLOCKS else long
+    slots = tiles.DECODE_PROGRAMS_PER_SM * gpu.multiprocessors
+    few = heads < SPLIT_BELOW_PROGRAMS_PER_SM * gpu.multiprocessors
+    if splits == 1 or not few or heads * rows * splits * split_bytes > WORKSPACE_LIMIT:
+        # A second wave that is half empty: four of the smaller programs of a crowded launch fit side by side.
+        half_empty = slots < heads <= 1.5 * slots and max(head_dim, value_head_dim) == 64 and rows <= 16
+        return (table_of(gpu)[64][0][-1], False) if half_empty else (tile, False)
+    (_, short_split), (longer_from, _) = contract.SPLIT_STRETCHES
+    if keys <= longer_from and heads * splits > slots:
+        # More programs than fit at a time would not be faster: as many as do take several splits each.
+        together = max(split_keys, 2 * short_split)
+        while heads * -(-keys // together) > slots:
+            together *= 2
+        if together < keys:
+            return tile, together
+    return tile, True
+
+
 def only_tile(*, head_dim: int, value_head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile that serves everything where the tiles were not seen to agree."""
     if dtype == torch.float32:
@@ -96,6 +140,7 @@ def attention_tile(
     *,
     rows: int,
     heads: int,
+    keys: int,
     blocks: int,
     splits: int,
     split_bytes: int,
@@ -103,13 +148,22 @@ def attention_tile(
     value_head_dim: int,
     dtype: torch.dtype,
     plain: bool,
+    aligned: bool,
+    split_keys: int,
     gpu: Gpu,
-) -> tuple[Tile, bool]:
-    """The tile for `rows` packed query rows of each of `heads` KV heads, and whether to launch a program per split.
+) -> tuple[Tile, bool | int]:
+    """The tile for `rows` packed query rows of each of `heads` KV heads, and whether to launch a program per split; for
+    decode tiles, if a number, a program for each so many keys.
 
-    blocks: of the keys that a tile can see. splits: how many a row may touch. split_bytes: partial results of one row
-    and split. plain: nothing but positions and windows hides a key, and the operands allow tensor descriptors.
+    keys: that the call can see, at most. blocks: of the keys that a tile can see. splits: how many a row may touch.
+    split_bytes: partial results of one row and split. plain: nothing but positions and windows hides a key, and the
+    operands allow tensor descriptors. aligned: rows of all operands begin at multiples of 16 bytes, and no mask but one
+    of keys is there. split_keys: a number whose multiples all begin splits (contract.split_multiple).
     """
+    if aligned and dtype != torch.float32:
+        decode = _decode_tile(rows, heads, keys, blocks, splits, split_bytes, head_dim, value_head_dim, split_keys, gpu)
+        if decode is not None:
+            return decode
     if dtype == torch.float32:
         found = [only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)]
     else:
@@ -135,21 +189,24 @@ def hopper_grid(*, row_tiles: int, heads: int, blocks: int, bytes_each: int, gpu
     """(programs, heads side by side) for the Hopper kernel: `row_tiles` of each of `heads` KV heads, of up to `blocks`
     blocks, bytes_each of keys and values.
 
-    Tiles are dealt out to one program per multiprocessor, which loads the next tile's keys while it ends this one. If
-    the L2 cache does not hold the keys and values of all heads, sections of heads follow each other. Long tiles, and
-    sections that cannot be cut so that every program gets about as much work, are left to the GPU's own scheduler.
+    Tiles are dealt out to one program per multiprocessor, which loads the next tile's keys while it ends this one.
+    Sections of heads follow each other: of those that the L2 cache holds, small ones that give every program about as
+    much work, so that tiles of all lengths run side by side. Long tiles of heads that it does not hold together, and
+    sections that cannot be cut so, are left to the GPU's own scheduler.
     """
     tiles = row_tiles * heads
     programs = min(tiles, gpu.multiprocessors)
-    if heads * bytes_each <= L2_WHOLE:
-        return programs, heads
-    if blocks <= PERSISTENT_BLOCKS:
-        fewest = min(heads, -(-heads * bytes_each // L2_SHARE))
-        sizes = [-(-heads // count) for count in range(fewest, min(2 * fewest, fewest + 7, heads) + 1)]
+    fits = heads * bytes_each <= L2_WHOLE
+    if fits or blocks <= PERSISTENT_BLOCKS:
+        sizes = {size for size in SMALL_SECTIONS if size < heads and size * bytes_each <= L2_SHARE}
+        if fits:
+            sizes.add(heads)
+        else:
+            fewest = min(heads, -(-heads * bytes_each // L2_SHARE))
+            sizes |= {-(-heads // count) for count in range(fewest, min(2 * fewest, fewest + 7, heads) + 1)}
         work = {size: _unevenness(row_tiles, heads, size, blocks, programs) for size in sizes}
-        limit = min(MOST_UNEVEN, AS_EVEN * min(work.values()))
-        if even := [size for size in sizes if work[size] <= limit]:
-            return programs, even[0]
+        if fits or min(work.values()) <= MOST_UNEVEN:
+            return programs, min(size for size in sizes if work[size] <= min(work.values()) + AS_EVEN)
     return tiles, max(1, L2_SHARE // max(bytes_each, 1))
 
 
@@ -174,5 +231,6 @@ def all_tiles(*, head_dim: int, value_head_dim: int, dtype: torch.dtype, gpu: Gp
     if dtype == torch.float32:
         return [only_tile(head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype)]
     widest = _head_class(head_dim, value_head_dim)
-    entries = (*tiles.DEFAULT[widest], *table_of(gpu)[widest], *_hopper_tiles(head_dim, value_head_dim, gpu))
+    shape = (head_dim, value_head_dim, gpu)
+    entries = (*tiles.DEFAULT[widest], *table_of(gpu)[widest], *_decode_tiles(*shape), *_hopper_tiles(*shape))
     return list(dict.fromkeys(tile for _, *found in entries for tile in found))

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 class Tile:
     """rows: packed (query, head of the group) rows a program holds. hopper: the kernel with a loading warp, which has
     two stages and two groups of four warps: of 128 rows each takes half, of 64 rows half of the values' columns.
+    decode: the Hopper kernel that takes all rows of a KV head in one tile, of 32 or 64 rows.
     """
 
     rows: int
     warps: int
     stages: int
     hopper: bool = False
+    decode: bool = False
 
 
 # A launch of so many programs per multiprocessor is crowded: smaller ones, of which more fit side by side, end sooner.
@@ -56,5 +58,10 @@ HOPPER = {
     128: ((None, _WHOLE_ROWS),),
     256: ((32, _HALF_COLUMNS), (None, _WHOLE_ROWS)),
 }
+# Few rows, on Hopper: (most rows, tile of up to DECODE_SHORT_BLOCKS blocks of keys, tile), by heads whose columns are
+# both 64 or 128. So many of these programs run on a multiprocessor at a time.
+DECODE = tuple((rows, *(Tile(rows, warps=4, stages=stages, decode=True) for stages in (2, 3))) for rows in (32, 64))
+DECODE_SHORT_BLOCKS = 2
+DECODE_PROGRAMS_PER_SM = 2
 # float32 uses no tensor core: the thread layout follows the tile, so a head size has one tile only.
 FLOAT32 = {widest: Tile(16 if widest == 256 else 32, warps=4, stages=1) for widest in (32, 64, 128, 256)}
