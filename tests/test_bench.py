@@ -226,6 +226,23 @@ def test_quick_run_on_a_gpu(tmp_path):
     assert all(row["stock_us"]["cublaslt_nosplit"] for row in data["rows"] if row["op"] == "linear")
 
 
+def test_a_run_that_is_stopped_leaves_what_it_measured(fake_gpu, monkeypatch, tmp_path):
+    first, trials = TINY["norm"][0], run._TRIALS["norm"]
+
+    def stop_at_the_second(unit, device):
+        if unit is not first:
+            raise KeyboardInterrupt
+        return trials(unit, device)
+
+    monkeypatch.setitem(run._TRIALS, "norm", stop_at_the_second)
+    monkeypatch.setattr(run, "units", lambda op, *_, **__: [first, list(first)])
+    with pytest.raises(KeyboardInterrupt):
+        command.run_bench(["norm"], ["bfloat16"], quick=True, shard=(1, 1), out=tmp_path)
+    data = json.loads((tmp_path / "norm.json").read_text())
+    assert data["env"] == ENV
+    assert len(data["rows"]) == len(first)
+
+
 # --- the engines of linear ---
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -23,7 +24,8 @@ def run_bench(
 ) -> dict:
     """Measure the cases that were asked for, and return {"env": ..., "rows": [...]}.
 
-    With `out`, every op's result is written there as soon as it is complete, as <op>.json and <op>.png.
+    With `out`, every op's result is written there, as <op>.json after every weight or head shape (a run that is stopped
+    leaves those before it) and as <op>.png.
     Raises BenchError or linear.StarvedError.
     """
     chosen = run.plan(ops, dtypes, quick=quick, shard=shard)
@@ -36,10 +38,8 @@ def run_bench(
     env, rates = run.start()
     result = {"env": env, "rows": []}
     for op, units in chosen.items():
-        rows = run.run_op(op, units, rates)
+        rows = run.run_op(op, units, rates, save=partial(_write, out, op, env))
         result["rows"] += rows
-        if out is not None:
-            (out / f"{op}.json").write_text(json.dumps({"env": env, "rows": rows}, indent=1))
         if draws and rows:
             plot.draw(op, rows, env, out / f"{op}.png")
     return result
@@ -68,6 +68,11 @@ def first_call_text(result: dict) -> str:
         f"{row['compilations']} Triton compilations in {row['seconds']} s for generate at {len(row['calls'])} batch "
         f"sizes of a Llama: {kernels or 'none'}"
     )
+
+
+def _write(out: Path | None, op: str, env: dict, rows: list[dict]) -> None:
+    if out is not None:
+        (out / f"{op}.json").write_text(json.dumps({"env": env, "rows": rows}, indent=1))
 
 
 def _make(out: Path) -> None:

@@ -66,9 +66,18 @@ def start(device: str = "cuda") -> tuple[dict, timing.Rates]:
 
 @torch.no_grad()
 def run_op(
-    op: str, chosen: Sequence[Sequence[Case]], rates: timing.Rates, *, device: str = "cuda", progress: bool = True
+    op: str,
+    chosen: Sequence[Sequence[Case]],
+    rates: timing.Rates,
+    *,
+    device: str = "cuda",
+    progress: bool = True,
+    save: Callable[[list[dict]], object] = lambda rows: None,
 ) -> list[dict]:
-    """The rows of an op. A case for which this GPU has too little memory is named on standard error and left out."""
+    """The rows of an op, so far as they are measured handed to `save` after every weight or head shape.
+
+    A case for which this GPU has too little memory is named on standard error and left out.
+    """
     torch.manual_seed(0)
     cases = [case for unit in chosen for case in unit]
     trials = _TRIALS[op]
@@ -88,4 +97,5 @@ def run_op(
                 bar.update(len(unit) - done)
             if device == "cuda":
                 torch.cuda.empty_cache()
+            save(rows)
     return rows
