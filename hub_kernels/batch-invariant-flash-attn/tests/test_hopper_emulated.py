@@ -24,6 +24,8 @@ pytestmark = [
 ]
 SOURCES = Path(__file__).parents[1] / "torch-ext" / "batch_invariant_flash_attn"
 MBARRIER = object()
+# Kernels that Triton's own interpreter runs.
+INTERPRETED = ("attention_kernel", "key_mask_kernel")
 
 
 class Tensor(torch.Tensor):
@@ -226,7 +228,7 @@ def language(program: list, grid: tuple):
         constexpr=lambda x: x,
         to_tensor=tensor,
         program_id=lambda axis: tensor(program[axis]),
-        extra=SimpleNamespace(cuda=SimpleNamespace(gdc_launch_dependents=lambda: None)),
+        extra=SimpleNamespace(cuda=SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: None)),
         num_programs=lambda axis: tensor(grid[axis]),
         static_range=range,
         float32=torch.float32,
@@ -285,7 +287,7 @@ def functions(program: list, grid: tuple, early: bool) -> dict:
         "warpgroup_mma_wait": lambda left, deps: deps[0] if len(deps) == 1 else deps,
         "fence_async_shared": lambda: None,
     }
-    for name in ("_softmax_step", "_blocks", "_hopper_kernel", "_hopper_decode_kernel"):
+    for name in ("_softmax_step", "_blocks", "_attention_kernel", "_hopper_kernel", "_hopper_decode_kernel"):
         tree = ast.parse((SOURCES / f"{name}.py").read_text())
         tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
         exec(compile(tree, f"{name}.py", "exec"), found)
@@ -297,7 +299,7 @@ def functions(program: list, grid: tuple, early: bool) -> dict:
 
 
 class Launch:
-    """In the place of the package's own, for the Hopper kernels; the others are Triton's and go to its interpreter."""
+    """In the place of the package's own, for kernels that are emulated."""
 
     early = True
 
@@ -354,11 +356,7 @@ def launch(module, monkeypatch):
     real = launch.Launch
 
     def emulated(kernel, *args, **options):
-        if kernel.__name__.startswith("hopper"):
-            return Launch(kernel, *args, **options)
-        if "PDL" in options:  # the interpreter does not know dependent launches
-            options = options | dict(PDL=False, launch_pdl=False)
-        return real(kernel, *args, **options)
+        return (real if kernel.__name__ in INTERPRETED else Launch)(kernel, *args, **options)
 
     monkeypatch.setattr(launch, "Launch", emulated)
     return launch

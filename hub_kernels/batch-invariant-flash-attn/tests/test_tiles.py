@@ -134,6 +134,16 @@ def test_splits_cover_every_position_once_and_start_on_blocks(module):
             assert contract.split_of(position) == split
 
 
+@pytest.mark.parametrize("keys", [0, 1, 4096, 4700, 5120, None])
+def test_multiples_begin_splits(module, keys):
+    contract = module("contract")
+    multiple = contract.split_multiple(keys)
+    begins = {contract.split_begin(split) for split in range(60)}
+    assert set(range(0, 20_000 if keys is None else max(keys, 1), multiple)) <= begins
+    fewer = range(0, 20_000 if keys is None else max(keys, 1), multiple // 2)
+    assert multiple == 256 or not set(fewer) <= begins
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_where_tiles_do_not_agree_one_tile_serves_prefill_and_decode(

@@ -56,8 +56,8 @@ def split_begin(split: int) -> int:
 
 
 def split_multiple(keys: int | None) -> int:
-    """The fewest keys such that every multiple of it among the first `keys` (None: among any number) begins a split."""
-    return max(length for first, length in SPLIT_STRETCHES if keys is None or first < keys)
+    """A number of which every multiple among the first `keys` positions (None: among all) begins a split."""
+    return max(length for first, length in SPLIT_STRETCHES if keys is None or first < max(keys, 1))
 
 
 def mask_floor(dtype: torch.dtype) -> float:
