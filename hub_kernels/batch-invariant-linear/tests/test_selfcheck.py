@@ -202,6 +202,17 @@ def test_triton_is_preferred_for_many_waves_of_the_largest_tile_only(module):
     assert not plan.prefers_triton(rows=8192, n=(columns - 1) * largest.n, k=4096, gpu=hopper)
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "preferred"),
+    [(1, 128256, 4096, True), (64, 151936, 4096, True), (65, 151936, 4096, False), (8, 151936, 1024, False)]
+    + [(8, 28672, 8192, False)],
+)
+def test_triton_is_preferred_for_decode_steps_through_a_vocabulary(module, rows, n, k, preferred):
+    plan = module("plan")
+    assert plan.prefers_triton(rows=rows, n=n, k=k, gpu=plan.Gpu((9, 0), multiprocessors=132)) == preferred
+    assert not plan.prefers_triton(rows=rows, n=n, k=k, gpu=plan.Gpu((8, 0), multiprocessors=108))
+
+
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 6), (10, 0)], ids=str)
 def test_triton_is_not_preferred_where_no_tile_uses_descriptors(module, capability):
     plan = module("plan")

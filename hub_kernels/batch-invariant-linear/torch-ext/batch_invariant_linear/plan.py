@@ -18,6 +18,8 @@ TRITON_FROM_ROWS = 1024
 TRITON_FROM_WAVES = 4
 # A program with less of K to walk is mostly its beginning and end.
 TRITON_FROM_K = 1024
+# A decode step of up to so many rows through the widest of weights (a vocabulary) is faster on our tiles.
+TRITON_VOCABULARY = dict(rows=64, n=100_000, k=4096)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,12 @@ def engine() -> str:
 def prefers_triton(*, rows: int, n: int, k: int, gpu: Gpu) -> bool:
     """Whether our tiles are at least as fast as cuBLASLt."""
     largest = tiles.TUNED.get(gpu.capability, tiles.DEFAULT).many_tma[-1:]  # only where it was measured
-    if rows < TRITON_FROM_ROWS or k < TRITON_FROM_K or not largest:
+    if not largest:
+        return False
+    wide = TRITON_VOCABULARY
+    if rows <= wide["rows"] and n >= wide["n"] and k >= wide["k"]:
+        return True
+    if rows < TRITON_FROM_ROWS or k < TRITON_FROM_K:
         return False
     programs = -(-rows // largest[0].m) * -(-n // largest[0].n)
     return programs >= TRITON_FROM_WAVES * gpu.multiprocessors
