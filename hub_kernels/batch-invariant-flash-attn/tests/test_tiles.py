@@ -323,6 +323,8 @@ def test_half_empty_waves_of_decode_programs_are_left_to_smaller_ones(module, he
     tile, split = plan.attention_tile(**decode_call(heads, 2000, head_dim), gpu=gpu)
     assert (tile.decode, split) == (decode, False)
     assert decode or (tile.rows, tile.warps) == (16, 2)
+    for change in (dict(rows=17), dict(blocks=2)):
+        assert plan.attention_tile(**decode_call(heads, 2000, head_dim, **change), gpu=gpu)[0].decode
 
 
 @pytest.mark.parametrize("rows", [1, 32, 33, 64, 65])

@@ -105,13 +105,16 @@ def _decode_tile(
     if not entries or rows > entries[-1][0]:
         return None
     short, long = _entry(entries, rows)
-    tile = short if blocks <= tiles.DECODE_SHORT_BLOCKS else long
+    is_short = blocks <= tiles.DECODE_SHORT_BLOCKS
+    tile = short if is_short else long
     slots = tiles.DECODE_PROGRAMS_PER_SM * gpu.multiprocessors
     few = heads < SPLIT_BELOW_PROGRAMS_PER_SM * gpu.multiprocessors
     if splits == 1 or not few or heads * rows * splits * split_bytes > WORKSPACE_LIMIT:
-        # A second wave that is half empty: four of the smaller programs of a crowded launch fit side by side.
-        half_empty = slots < heads <= 1.5 * slots and max(head_dim, value_head_dim) == 64 and rows <= 16
-        return (table_of(gpu)[64][0][-1], False) if half_empty else (tile, False)
+        # Long programs in two waves, the second one half empty: twice as many of a crowded launch's fit side by side.
+        half_empty = not is_short and slots < heads <= 1.5 * slots
+        if half_empty and rows <= 16 and max(head_dim, value_head_dim) == 64:
+            tile = table_of(gpu)[64][0][-1]
+        return tile, False
     (_, short_split), (longer_from, _) = contract.SPLIT_STRETCHES
     if keys <= longer_from and heads * splits > slots:
         # More programs than fit at a time would not be faster: as many as do take several splits each.
