@@ -327,6 +327,32 @@ def test_half_empty_waves_of_decode_programs_are_left_to_smaller_ones(module, he
         assert plan.attention_tile(**decode_call(heads, 2000, head_dim, **change), gpu=gpu)[0].decode
 
 
+def test_operands_that_the_decode_kernel_cannot_address_go_elsewhere(module, monkeypatch):
+    pytest.importorskip("triton")
+    launch, plan = module("_launch"), module("plan")
+    gpu, told = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227), []
+    plan_tile = plan.attention_tile
+    monkeypatch.setattr(plan, "attention_tile", lambda **call: told.append(call["aligned"]) or plan_tile(**call))
+    monkeypatch.setattr(launch, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(launch.selfcheck, "tiles_agree", lambda **shape: True)
+
+    def aligned(query, key, value, mask=None):
+        launch.attention_call(query, key, value, None, mask, None, None, None, True, 0.1, -1, -1, 0.0)
+        return told[-1]
+
+    def states(count, columns=128, **options):
+        return torch.empty(1, count, 9, columns, dtype=torch.bfloat16, device="meta", **options)
+
+    query, key = states(8), states(2)
+    assert aligned(query, key, key)
+    assert not aligned(states(8, 132)[..., :128], key, key)
+    assert not aligned(query, states(2, 129)[..., 1:], key)
+    assert not aligned(query, key, states(2, 136)[..., 4:132])
+    far = torch.empty_strided((1, 2, 9, 128), (128, 128, 2**24, 1), dtype=torch.bfloat16, device="meta")
+    assert not aligned(query, far, key) and not aligned(query, key, far)
+    assert not aligned(query, key, key, torch.ones(1, 1, 9, 9, dtype=torch.bool, device="meta"))
+
+
 @pytest.mark.parametrize("rows", [1, 32, 33, 64, 65])
 def test_a_decode_tile_holds_all_rows_and_few_blocks_take_few_buffers(module, rows):
     plan = module("plan")

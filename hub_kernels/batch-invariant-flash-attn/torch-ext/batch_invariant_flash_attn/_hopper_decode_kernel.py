@@ -119,8 +119,9 @@ def _finished(score, i, mask, softcap_in, FLAGS: gl.constexpr):
 
 @gluon.jit
 def _store_state(part_state_ptr, slot, inside, m, weight):
-    """Leave a split (by row: its place, whether there is such a row) to the combine kernel. If no row has seen a key in
-    it, its output is not read."""
+    """Leave a split (by row: its place, whether there is such a row) to the combine kernel, which reads outputs only
+    where m is not -inf.
+    """
     gl.store(part_state_ptr + slot * 2, m, mask=inside)
     gl.store(part_state_ptr + slot * 2 + 1, weight, mask=inside)
 

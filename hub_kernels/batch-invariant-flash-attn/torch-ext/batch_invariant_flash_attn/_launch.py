@@ -15,6 +15,8 @@ from ._key_mask_kernel import key_mask_kernel
 from ._relaunch import Launch
 from .key_mask import HEADER, is_prepared, prepared
 
+# Elements between keys: within a block the decode kernel counts them with 32 bits.
+FARTHEST_ROWS = 2**24
 LOG2E = math.log2(math.e)
 # The Hopper kernel is written in Triton's experimental dialect: only for releases that it was run with.
 HOPPER_KERNEL = triton.__version__.startswith("3.6.")
@@ -246,6 +248,7 @@ def _prepare(
     # In front of a packed sequence lie values of another one, which a load by descriptor would bring along.
     whole = not varlen or origin is None
     aligned = full and _describable(key, block_d) and _describable(value, block_dv) and _describable(query, block_d)
+    aligned = aligned and max(key.stride(2), value.stride(2)) < FARTHEST_ROWS
     descriptors = gpu.descriptors and full and whole and _describable(key, block_d) and _describable(value, block_dv)
 
     window = tuple(min(side, FAR) for side in window)
