@@ -18,7 +18,7 @@ HEADS = [
     (1, 1, 16, 16),
 ]
 # Keys and values of two sizes that the Hopper kernel serves, which takes 16-bit dtypes only.
-MIXED_HEADS = [(4, 2, 64, 256), (8, 2, 128, 256), (4, 2, 256, 128), (4, 2, 128, 64)]
+MIXED_HEADS = [(4, 2, 64, 256), (8, 2, 128, 256), (4, 2, 256, 128), (4, 2, 128, 64), (4, 2, 64, 128)]
 SHAPES = [(dtype, shape) for dtype in DTYPES for shape in HEADS]
 MIXED_SHAPES = [(dtype, shape) for dtype in DTYPES[1:] for shape in MIXED_HEADS]
 OPTIONS = {

@@ -378,7 +378,7 @@ def problem(module, exact_masked_attention, sizes, change):
     value = value[:, :, :kv_len]
     call = dict(causal=True, scale=head_dim**-0.5, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     extra = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
-    call |= CHANGES.get(change, {})
+    call |= (CHANGES | DECODE_CHANGES)[change]
     call = {name: call[name] for name in call if name not in extra}
     if call["sinks"]:
         call["sinks"] = random(heads)
@@ -388,6 +388,10 @@ def problem(module, exact_masked_attention, sizes, change):
         extra["origin"] = torch.tensor(first[:batch], dtype=torch.int32)
     if "query_offset" in CHANGES.get(change, {}):
         offset = extra["query_offset"] = torch.tensor([5, 200][:batch], dtype=torch.int32)
+    if "query_offset" in (numbers := DECODE_CHANGES.get(change, {})):
+        offset = extra["query_offset"] = torch.full((batch,), numbers["query_offset"], dtype=torch.int32)
+    if "origin" in numbers:
+        extra["origin"] = torch.full((batch,), numbers["origin"], dtype=torch.int32)
     if change in ("right padding", "holes"):
         present = torch.arange(kv_len) < torch.tensor([kv_len - 20, 260][:batch])[:, None]
         if change == "holes":
@@ -476,18 +480,29 @@ def test_the_decode_kernel_computes_packed_attention(module, launch, exact_maske
     key, value = torch.randn(2, ends_k[-1], 2, 128, generator=generator).bfloat16()
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
     call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
-    for split in (False, True, 512):
-        tile = module("plan").Tile(32, warps=4, stages=2, decode=True)
+    tile = module("plan").Tile(32, warps=4, stages=2, decode=True)
+    first = torch.tensor([7, 0, 0, 300], dtype=torch.int32)
+    for origin, split in ((None, False), (None, True), (None, 512), (first, False), (first, True)):
         got = launch.launch_attention_varlen(
-            query, key, value, *bounds, 9, 605, **call, origin=None, tile=tile, split=split
+            query, key, value, *bounds, 9, 605, **call, origin=origin, tile=tile, split=split
         )
         assert (got[1:8] == 0).all()
         for s in (0, 3):
             q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
             alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
             offset = torch.tensor([alone[1].shape[2] - alone[0].shape[2]])
-            want = exact_masked_attention(*alone, call, offset)
+            want = exact_masked_attention(*alone, call, offset, None, None if origin is None else origin[s : s + 1])
             assert (got[q].double() - want[0]).abs().max() < 0.03
+
+
+def test_sequences_that_are_longer_than_told_write_nothing_elsewhere(module, launch):
+    """One sequence and head, so that the emulator finds what lies outside of the partial results."""
+    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None, origin=None)
+    tile = module("plan").Tile(32, warps=4, stages=2, decode=True)
+    for queries, keys, max_q, max_k, split in ((3, 300, 1, 300, True), (1, 1000, 1, 600, 512), (1, 1000, 1, 600, True)):
+        query, (key, value) = torch.randn(queries, 2, 64).bfloat16(), torch.randn(2, keys, 1, 64).bfloat16()
+        bounds = [torch.tensor([0, length], dtype=torch.int32) for length in (queries, keys)]
+        launch.launch_attention_varlen(query, key, value, *bounds, max_q, max_k, **call, tile=tile, split=split)
 
 
 def test_no_keys_at_all_give_zeros(launch):
@@ -505,10 +520,22 @@ DECODE_SHAPES = {
     "heads of 128": (2, 7, 1, 1, 330, 128, 128),
     "several queries": (2, 6, 2, 9, 400, 64, 64),
     "wide values": (1, 2, 1, 2, 300, 64, 128),
-    "long": (1, 2, 1, 1, 5500, 64, 64),
+    "long": (1, 2, 1, 1, 5700, 64, 64),
+    "1100 keys": (1, 2, 1, 1, 1100, 64, 64),
+    "rows across blocks": (1, 6, 2, 5, 453, 128, 128),
+}
+# Blocks are 128 keys for heads of 64, and 64 for heads of 128.
+DECODE_CHANGES = {
+    "holes": {"key_mask": True},
+    "wide window": {"window_left": 600},
+    "all but one of a block": {"query_offset": 126},
+    "all but one to the right": {"causal": False, "window_right": 5, "query_offset": 121},
+    "first rows see more": {"causal": False, "window_left": 63, "origin": -63, "query_offset": 63},
 }
 DECODE_CASES = [(shape, "plain") for shape in DECODE_SHAPES]
 DECODE_CASES += [("several queries", change) for change in (*CHANGES, "holes") if change != "plain"]
+DECODE_CASES += [("long", "wide window"), ("1100 keys", "wide window"), ("rows across blocks", "first rows see more")]
+DECODE_CASES += [("a step", change) for change in ("all but one of a block", "all but one to the right")]
 DECODE_CASES += [("a step", change) for change in ("window", "origin in front", "holes")]
 DECODE_CASES += [("long", change) for change in ("window", "origin", "offset")]
 

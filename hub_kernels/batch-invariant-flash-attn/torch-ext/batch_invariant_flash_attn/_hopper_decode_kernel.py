@@ -138,7 +138,7 @@ def _store_part(part_out_ptr, part_state_ptr, slot, inside, m, weight, acc):
 # Sizes that change from call to call are not specialised: one compilation serves every length.
 @gluon.jit(
     do_not_specialize=[
-        *("q_len", "kv_len", "padded_rows", "splits", "program_keys"),
+        *("q_len", "kv_len", "kv_heads", "padded_rows", "splits", "program_keys"),
         *("window_left", "window_right", "stride_kmb"),
     ]
 )
@@ -267,7 +267,8 @@ def hopper_decode_kernel(
             is_last = part == gl.num_programs(1) - 1  # order-free
             end_split = gl.where(is_last, splits, gl.minimum(splits, split_of(end, SPLITS) - first_split))
         low = gl.maximum(low, begin)
-        high = gl.minimum(high, end)
+        # Of a sequence that is longer than the launch was told, no more than there is room for.
+        high = gl.minimum(gl.minimum(high, end), split_begin(first_split + splits, SPLITS))
     first_block = low // BLOCK_N
     count = gl.where(high > low, gl.cdiv(high, BLOCK_N) - first_block, 0)
     first = origin + first_block * BLOCK_N
@@ -327,7 +328,7 @@ def hopper_decode_kernel(
 
     split_end = split_begin(first_split + split + 1, SPLITS)
     rows = gl.arange(0, ROWS, layout=out_rows)
-    inside = rows // GROUP < q_len
+    inside = (rows // GROUP < q_len) & (rows < padded_rows)
     slots = ((sequence.to(gl.int64) * kv_heads + kv_head) * padded_rows + rows) * splits
     mask = (first, position, limits, full_begin, full_end, key_mask, holes)
     if count > 0:
