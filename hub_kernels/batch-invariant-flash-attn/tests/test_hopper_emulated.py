@@ -398,6 +398,8 @@ def problem(module, exact_masked_attention, sizes, change):
             present[0, torch.arange(7, kv_len, 5)] = False
         extra["key_mask"] = module("key_mask").prepared(present, None)
         value.masked_fill_(~present[:, None, :, None], math.nan)
+    if change.startswith("all but one"):
+        value[:, :, 127] = 1000  # the one that is hidden
     want = exact_masked_attention(query, key, value.nan_to_num(0), call, offset, present, extra["origin"])
     return (query, key, value), call, extra, want
 
