@@ -264,7 +264,7 @@ def hopper_decode_kernel(
             end = begin + program_keys
             # The splits that this program answers for, counted from the first one of the rows.
             split = gl.maximum(split_of(begin, SPLITS) - first_split, 0)
-            is_last = part == gl.num_programs(1) - 1  # order-free
+            is_last = part == gl.num_programs(1) - 1  # order-free: it answers for what is left
             end_split = gl.where(is_last, splits, gl.minimum(splits, split_of(end, SPLITS) - first_split))
         low = gl.maximum(low, begin)
         # Of a sequence that is longer than the launch was told, no more than there is room for.
