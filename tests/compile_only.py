@@ -300,8 +300,7 @@ def compile_attention(recorder: Recorder, tile: list[int] | None, exhaustive: bo
                 attention("prefill, sinks, softcap, window", dim, dtype, 1, 2048, sinks=sinks, **extras)
             if not exhaustive:
                 continue
-            if dim == 256:
-                attention("decode, unsplit", dim, dtype, 256, 1)
+            attention("decode, unsplit", dim, dtype, 256, 1)
             attention("prefill, key mask", dim, dtype, 1, 2048, key_mask=_meta(1, 2048, dtype=torch.bool))
             with _self_check_failed(selfcheck):
                 attention("prefill, self-check failed", dim, dtype, 1, 2048)

@@ -327,6 +327,8 @@ SHAPES = {
     "groups of 3": (1, 3, 1, 70, 70, 64, 64),
     "wide values": (1, 4, 2, 40, 300, 64, 256),
 }
+# Settings of `launch_attention`, and what is changed in them; origins and offsets for the first sequences.
+PLAIN = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
 CHANGES = {
     "plain": {},
     "window": {"window_left": 70},
@@ -334,11 +336,11 @@ CHANGES = {
     "both sides, sinks": {"causal": False, "window_left": 90, "window_right": 3, "sinks": True},
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": True},
-    "origin": {"origin": True},
-    "origin in front": {"origin": True},
-    "offset": {"query_offset": True},
-    "far window": {"causal": False, "window_left": 2**31 - 2, "window_right": 2**31 - 2, "query_offset": True},
-    "window beyond 32 bits": {"window_left": 2**31, "window_right": 2**40, "query_offset": True},
+    "origin": {"origin": [3, 77]},
+    "origin in front": {"origin": [-70, -1]},
+    "offset": {"query_offset": [5, 200]},
+    "far window": {"causal": False, "window_left": 2**31 - 2, "window_right": 2**31 - 2, "query_offset": [5, 200]},
+    "window beyond 32 bits": {"window_left": 2**31, "window_right": 2**40, "query_offset": [5, 200]},
     "right padding": {"key_mask": True},
 }
 CASES = [(shape, "plain") for shape in SHAPES] + [("several heads and splits", change) for change in CHANGES]
@@ -376,22 +378,16 @@ def problem(module, exact_masked_attention, sizes, change):
     value = random(batch, kv_heads, kv_len + 9, value_dim)
     value[:, :, kv_len:] = math.nan
     value = value[:, :, :kv_len]
-    call = dict(causal=True, scale=head_dim**-0.5, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    changes = (CHANGES | DECODE_CHANGES)[change]
+    call = PLAIN | dict(scale=head_dim**-0.5) | {name: changes[name] for name in changes if name in PLAIN}
     extra = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
-    call |= (CHANGES | DECODE_CHANGES)[change]
-    call = {name: call[name] for name in call if name not in extra}
+    for name in ("origin", "query_offset"):
+        if name in changes:
+            extra[name] = torch.tensor(changes[name][:batch], dtype=torch.int32)
     if call["sinks"]:
         call["sinks"] = random(heads)
-    offset, present = torch.full((batch,), kv_len - q_len), None
-    if change.startswith("origin"):
-        first = [3, 77] if change == "origin" else [-70, -1]
-        extra["origin"] = torch.tensor(first[:batch], dtype=torch.int32)
-    if "query_offset" in CHANGES.get(change, {}):
-        offset = extra["query_offset"] = torch.tensor([5, 200][:batch], dtype=torch.int32)
-    if "query_offset" in (numbers := DECODE_CHANGES.get(change, {})):
-        offset = extra["query_offset"] = torch.full((batch,), numbers["query_offset"], dtype=torch.int32)
-    if "origin" in numbers:
-        extra["origin"] = torch.full((batch,), numbers["origin"], dtype=torch.int32)
+    offset = torch.full((batch,), kv_len - q_len) if extra["query_offset"] is None else extra["query_offset"]
+    present = None
     if change in ("right padding", "holes"):
         present = torch.arange(kv_len) < torch.tensor([kv_len - 20, 260][:batch])[:, None]
         if change == "holes":
@@ -429,12 +425,11 @@ def test_sections_of_heads_follow_each_other(module, launch, exact_masked_attent
     monkeypatch.setattr(plan, "_unevenness", lambda row_tiles, heads, size, *_: 1.0 if size == 4 else 2.0)
     found, plan_anew = [], plan.hopper_grid.__wrapped__  # not the remembered one
     monkeypatch.setattr(plan, "hopper_grid", lambda **problem: found.append(plan_anew(**problem)) or found[-1])
-    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     nothing = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
     tile = plan.Tile(128, warps=4, stages=2, hopper=True)
-    got = launch.launch_attention(*states, **call, **nothing, tile=tile, split=False)
+    got = launch.launch_attention(*states, **PLAIN, **nothing, tile=tile, split=False)
     assert found == [(3 if persistent else 20, 4)]
-    want = exact_masked_attention(*states, call, torch.zeros(2, dtype=torch.int64))
+    want = exact_masked_attention(*states, PLAIN, torch.zeros(2, dtype=torch.int64))
     assert (got.double() - want).abs().max() < 0.03
 
 
@@ -445,12 +440,11 @@ def test_rows_with_holes_in_their_key_mask_are_done_over(module, launch, exact_m
     present = torch.arange(390) < torch.tensor([390, 260, 390])[:, None]
     present[0, 5] = present[2, 100:300] = False
     value.masked_fill_(~present[:, None, :, None], math.nan)
-    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     extra = dict(mask=None, key_mask=present, origin=None, query_offset=None)
     tile = module("plan").Tile(128, warps=4, stages=2, hopper=True)
-    got = launch.launch_attention(query, key, value, **call, **extra, tile=tile, split=False)
+    got = launch.launch_attention(query, key, value, **PLAIN, **extra, tile=tile, split=False)
     offset = torch.full((3,), 390 - 150)
-    want = exact_masked_attention(query, key, value.nan_to_num(0), call, offset, present)
+    want = exact_masked_attention(query, key, value.nan_to_num(0), PLAIN, offset, present)
     assert (got.double() - want).abs().max() < 0.004
 
 
@@ -461,17 +455,16 @@ def test_the_hopper_kernel_computes_packed_attention(module, launch, exact_maske
     query = torch.randn(ends_q[-1], heads, head_dim, generator=generator).bfloat16()
     key, value = torch.randn(2, ends_k[-1], kv_heads, head_dim, generator=generator).bfloat16()
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
-    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     tile = module("plan").Tile(128, warps=4, stages=2, hopper=True)
     longest = (143, 305)
     got = launch.launch_attention_varlen(
-        query, key, value, *bounds, *longest, **call, origin=None, tile=tile, split=False
+        query, key, value, *bounds, *longest, **PLAIN, origin=None, tile=tile, split=False
     )
     for s in (0, 2, 3):
         q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
         alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
         offset = torch.tensor([alone[1].shape[2] - alone[0].shape[2]])
-        want = exact_masked_attention(*alone, call, offset)
+        want = exact_masked_attention(*alone, PLAIN, offset)
         assert (got[q].double() - want[0]).abs().max() < 0.03
 
 
@@ -481,25 +474,24 @@ def test_the_decode_kernel_computes_packed_attention(module, launch, exact_maske
     query = torch.randn(ends_q[-1], 6, 128, generator=generator).bfloat16()
     key, value = torch.randn(2, ends_k[-1], 2, 128, generator=generator).bfloat16()
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)]
-    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
     tile = module("plan").Tile(32, warps=4, stages=2, decode=True)
     first = torch.tensor([7, 0, 0, 300], dtype=torch.int32)
     for origin, split in ((None, False), (None, True), (None, 512), (first, False), (first, True)):
         got = launch.launch_attention_varlen(
-            query, key, value, *bounds, 9, 605, **call, origin=origin, tile=tile, split=split
+            query, key, value, *bounds, 9, 605, **PLAIN, origin=origin, tile=tile, split=split
         )
         assert (got[1:8] == 0).all()
         for s in (0, 3):
             q, k = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
             alone = [t.transpose(0, 1)[None] for t in (query[q], key[k], value[k])]
             offset = torch.tensor([alone[1].shape[2] - alone[0].shape[2]])
-            want = exact_masked_attention(*alone, call, offset, None, None if origin is None else origin[s : s + 1])
+            want = exact_masked_attention(*alone, PLAIN, offset, None, None if origin is None else origin[s : s + 1])
             assert (got[q].double() - want[0]).abs().max() < 0.03
 
 
 def test_sequences_that_are_longer_than_told_write_nothing_elsewhere(module, launch):
     """One sequence and head, so that the emulator finds what lies outside of the partial results."""
-    call = dict(causal=True, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None, origin=None)
+    call = PLAIN | dict(origin=None)
     tile = module("plan").Tile(32, warps=4, stages=2, decode=True)
     for queries, keys, max_q, max_k, split in ((3, 300, 1, 300, True), (1, 1000, 1, 600, 512), (1, 1000, 1, 600, True)):
         query, (key, value) = torch.randn(queries, 2, 64).bfloat16(), torch.randn(2, keys, 1, 64).bfloat16()
@@ -510,7 +502,7 @@ def test_sequences_that_are_longer_than_told_write_nothing_elsewhere(module, lau
 def test_no_keys_at_all_give_zeros(launch):
     """Nothing can describe such keys to the copy engine."""
     query, key = torch.randn(1, 4, 70, 64).bfloat16(), torch.empty(1, 1, 0, 64, dtype=torch.bfloat16)
-    call = dict(causal=False, scale=0.125, window_left=-1, window_right=-1, softcap=0.0, sinks=None)
+    call = PLAIN | dict(causal=False)
     nothing = dict.fromkeys(("mask", "key_mask", "origin", "query_offset"))
     tile = launch.plan.Tile(64, warps=4, stages=2)
     assert (launch.launch_attention(query, key, key, **call, **nothing, tile=tile, split=False) == 0).all()
@@ -530,9 +522,9 @@ DECODE_SHAPES = {
 DECODE_CHANGES = {
     "holes": {"key_mask": True},
     "wide window": {"window_left": 600},
-    "all but one of a block": {"query_offset": 126},
-    "all but one to the right": {"causal": False, "window_right": 5, "query_offset": 121},
-    "first rows see more": {"causal": False, "window_left": 63, "origin": -63, "query_offset": 63},
+    "all but one of a block": {"query_offset": [126, 126]},
+    "all but one to the right": {"causal": False, "window_right": 5, "query_offset": [121, 121]},
+    "first rows see more": {"causal": False, "window_left": 63, "origin": [-63], "query_offset": [63]},
 }
 DECODE_CASES = [(shape, "plain") for shape in DECODE_SHAPES]
 DECODE_CASES += [("several queries", change) for change in (*CHANGES, "holes") if change != "plain"]

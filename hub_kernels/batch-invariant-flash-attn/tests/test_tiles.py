@@ -282,6 +282,10 @@ def test_the_hopper_kernel_deals_out_equal_work_or_leaves_it_to_the_gpu(module, 
             assert (programs, side_by_side) == (most_programs, min(even))
 
 
+def h200(plan):
+    return plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227)
+
+
 def decode_call(heads, keys, head_dim=128, rows=4, **change):
     splits = -(-keys // 256)
     call = dict(rows=rows, heads=heads, keys=keys, blocks=-(-keys // 64), splits=splits, split_bytes=4 * (head_dim + 2))
@@ -307,7 +311,7 @@ def decode_call(heads, keys, head_dim=128, rows=4, **change):
 )
 def test_decode_programs_take_as_many_splits_as_let_all_of_them_run_at_once(module, heads, keys, split_keys, split):
     plan = module("plan")
-    gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227)
+    gpu = h200(plan)
     tile, found = plan.attention_tile(**decode_call(heads, keys, split_keys=split_keys), gpu=gpu)
     assert tile.decode
     assert found == split and isinstance(found, bool) == isinstance(split, bool)
@@ -319,7 +323,7 @@ def test_decode_programs_take_as_many_splits_as_let_all_of_them_run_at_once(modu
 )
 def test_half_empty_waves_of_decode_programs_are_left_to_smaller_ones(module, heads, head_dim, decode):
     plan = module("plan")
-    gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227)
+    gpu = h200(plan)
     tile, split = plan.attention_tile(**decode_call(heads, 2000, head_dim), gpu=gpu)
     assert (tile.decode, split) == (decode, False)
     assert decode or (tile.rows, tile.warps) == (16, 2)
@@ -330,7 +334,7 @@ def test_half_empty_waves_of_decode_programs_are_left_to_smaller_ones(module, he
 def test_operands_that_the_decode_kernel_cannot_address_go_elsewhere(module, monkeypatch):
     pytest.importorskip("triton")
     launch, plan = module("_launch"), module("plan")
-    gpu, told = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227), []
+    gpu, told = h200(plan), []
     plan_tile = plan.attention_tile
     monkeypatch.setattr(plan, "attention_tile", lambda **call: told.append(call["aligned"]) or plan_tile(**call))
     monkeypatch.setattr(launch, "gpu_of", lambda device: gpu)
@@ -356,7 +360,7 @@ def test_operands_that_the_decode_kernel_cannot_address_go_elsewhere(module, mon
 @pytest.mark.parametrize("rows", [1, 32, 33, 64, 65])
 def test_a_decode_tile_holds_all_rows_and_few_blocks_take_few_buffers(module, rows):
     plan = module("plan")
-    gpu = plan.Gpu(capability=(9, 0), multiprocessors=132, hopper_kernel=True, shared_kib=227)
+    gpu = h200(plan)
     for keys, stages in ((128, 2), (129, 3)):
         tile, _ = plan.attention_tile(**decode_call(8, keys, rows=rows), gpu=gpu)
         assert tile.decode == (rows <= 64)

@@ -247,9 +247,10 @@ def _prepare(
     full = mask is None and query.dtype != torch.float32 and min(block_d, block_dv) >= 64
     # In front of a packed sequence lie values of another one, which a load by descriptor would bring along.
     whole = not varlen or origin is None
-    aligned = full and _describable(key, block_d) and _describable(value, block_dv) and _describable(query, block_d)
-    aligned = aligned and max(key.stride(2), value.stride(2)) < FARTHEST_ROWS
-    descriptors = gpu.descriptors and full and whole and _describable(key, block_d) and _describable(value, block_dv)
+    describable = full and _describable(key, block_d) and _describable(value, block_dv)
+    descriptors = gpu.descriptors and whole and describable
+    near = max(key.stride(2), value.stride(2)) < FARTHEST_ROWS
+    aligned = describable and near and _describable(query, block_d)
 
     window = tuple(min(side, FAR) for side in window)
     if query_offset is None and window[0] >= kv_len - 1:

@@ -53,6 +53,11 @@ class Gpu:
         """Tensor descriptors and dependent launches in hardware."""
         return self.capability >= (9, 0)
 
+    @property
+    def hopper_kernels(self) -> bool:
+        """Whether it runs the kernels for Hopper alone."""
+        return self.hopper_kernel and self.capability == (9, 0)
+
 
 def _entry(table: tuple, size: int) -> list[Tile]:
     """The tiles of a table's first entry for `size`."""
@@ -71,7 +76,7 @@ def table_of(gpu: Gpu) -> dict:
 
 def _hopper_tiles(head_dim: int, value_head_dim: int, gpu: Gpu) -> tuple:
     """The Hopper kernel's table for a head shape, empty where it serves none."""
-    if not gpu.hopper_kernel or gpu.capability != (9, 0) or {head_dim, value_head_dim} - {64, 128, 256}:
+    if not gpu.hopper_kernels or {head_dim, value_head_dim} - {64, 128, 256}:
         return ()
     return tiles.HOPPER[value_head_dim]
 
@@ -83,7 +88,7 @@ def _hopper_tile(head_dim: int, value_head_dim: int, blocks: int, gpu: Gpu) -> T
 
 def _decode_tiles(head_dim: int, value_head_dim: int, gpu: Gpu) -> tuple:
     """The decode kernel's table for a head shape, empty where it serves none."""
-    if not gpu.hopper_kernel or gpu.capability != (9, 0) or {head_dim, value_head_dim} - {64, 128}:
+    if not gpu.hopper_kernels or {head_dim, value_head_dim} - {64, 128}:
         return ()
     return tiles.DECODE
 
